@@ -1,0 +1,197 @@
+"""SamplingParams and `warp`: from logits to the law that is sampled from.
+
+One `warp` serves target, draft and bonus rows alike, so p and q are shaped by the same code from the same float
+type. It does not know which row belongs to whom; a row's context is passed in. The one trick: every step treats a
+row on its own (softmax instead of sums over blocks), so a row's law cannot depend on how many rows came with it.
+
+Order, as in vLLM: logit_bias, min_tokens, penalties | temperature, min_p, top_k, top_p. Left of the bar is `process`,
+all that greedy decoding needs.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled; names and meanings as in vLLM.
+
+    Raises OptionError for a value out of range, naming it.
+    """
+
+    temperature: float = field(default=1.0, metadata={"help": "0 is greedy; 1 is the model's own law"})
+    top_p: float = field(default=1.0, metadata={"help": "keep the smallest set of tokens with this mass"})
+    top_k: int = field(default=0, metadata={"help": "keep the k likeliest tokens; 0 keeps all"})
+    min_p: float = field(default=0.0, metadata={"help": "drop tokens below this share of the likeliest"})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "divide (or multiply) logits of tokens seen"})
+    presence_penalty: float = field(default=0.0, metadata={"help": "subtract from logits of tokens in the output"})
+    frequency_penalty: float = field(default=0.0, metadata={"help": "subtract per occurrence in the output"})
+    logit_bias: Mapping[int, float] | None = None
+    max_tokens: int = field(default=256, metadata={"help": "at most this many new tokens"})
+    min_tokens: int = field(default=0, metadata={"help": "no end of text before this many new tokens"})
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = field(default=False, metadata={"help": "go on after the end-of-text token"})
+    seed: int | None = field(default=None, metadata={"help": "fixes the text, whatever drafts or batches do"})
+    logprobs: int | None = field(default=None, metadata={"help": "also the n likeliest tokens' log-probabilities"})
+    n: int = field(default=1, metadata={"help": "this many independent completions"})
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise OptionError(f"{name} must be a finite number, not {value!r}")
+        for name in ("top_k", "max_tokens", "min_tokens", "n"):
+            _whole(name, getattr(self, name))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)  # the only place: normalises what the caller passed
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _require(self.top_k >= -1, "top_k", self.top_k, "1 or more, or 0 (or -1) for all tokens")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
+        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "in [-2, 2]")
+        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "in [-2, 2]")
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "in [0, max_tokens]")
+        _require(self.n >= 1, "n", self.n, "1 or more")
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs)
+            _require(self.logprobs >= 0, "logprobs", self.logprobs, "0 or more, or None")
+        if self.seed is not None:
+            _whole("seed", self.seed)
+        for text in stop:
+            _require(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token)
+        for token, bias in (self.logit_bias or {}).items():
+            _whole("logit_bias", token)
+            if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
+                raise OptionError(f"logit_bias of token {token} must be a number (or -inf), not {bias!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a row's law depends on which tokens stand before it, beyond the model's own view."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def processed(self) -> bool:
+        """Whether `process` changes anything."""
+        return self.penalised or bool(self.logit_bias) or self.min_tokens > 0
+
+
+_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+            "max_tokens", "min_tokens", "n")  # fmt: skip
+PARAM_NAMES = frozenset(f.name for f in fields(SamplingParams))
+
+
+def _whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionError(f"{name} must be a whole number, not {value!r}")
+
+
+def _require(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise OptionError(f"{name} must be {wanted}, not {value!r}")
+
+
+def process(
+    logits_NV: Tensor,
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+    outputs: Sequence[Sequence[int]] = (),
+    stop_ids: Set[int] = frozenset(),
+) -> Tensor:
+    """Logits after bias, min_tokens and penalties, float32 or better, [N, V]; the input is left alone.
+
+    outputs: per row the new tokens before it (accepted drafts of *that row* included); read only if
+    ``params.processed``. stop_ids: what min_tokens forbids. Ids beyond V are ignored: a draft head may be smaller.
+    """
+    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    if not params.processed:
+        return logits_NV
+    assert len(outputs) == len(logits_NV), "one context per row"
+    num_ids = logits_NV.shape[1]
+    logits_NV = logits_NV.clone()
+    for token, bias in (params.logit_bias or {}).items():
+        if 0 <= token < num_ids:
+            logits_NV[:, token] += bias
+    for row, output in enumerate(outputs):
+        if len(output) < params.min_tokens:
+            logits_NV[row, [token for token in stop_ids if token < num_ids]] = -math.inf
+        if params.penalised:
+            _penalise(logits_NV[row], params, prompt, output)
+    return logits_NV
+
+
+def _penalise(logits_V: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
+    """In place. Repetition looks at prompt and output, presence and frequency at the output alone (as in vLLM)."""
+    num_ids = len(logits_V)
+    if params.repetition_penalty != 1:
+        seen = torch.tensor([t for t in {*prompt, *output} if t < num_ids], device=logits_V.device)
+        if len(seen):
+            values = logits_V[seen]
+            penalty = params.repetition_penalty
+            logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    counts = {token: count for token, count in Counter(output).items() if token < num_ids}
+    if counts and (params.presence_penalty or params.frequency_penalty):
+        ids = torch.tensor(list(counts), device=logits_V.device)
+        times = torch.tensor(list(counts.values()), device=logits_V.device, dtype=logits_V.dtype)
+        logits_V[ids] -= params.presence_penalty + params.frequency_penalty * times
+
+
+def warp(
+    logits_NV: Tensor,
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+    outputs: Sequence[Sequence[int]] = (),
+    stop_ids: Set[int] = frozenset(),
+) -> Tensor:
+    """The laws that are sampled from, [N, V], float32 (float64 for float64 logits), each row summing to 1.
+
+    Arguments as for `process`. Ties at the edge of top_k are all kept; ties inside top_p go by token id. Temperature
+    0 is not a law but an argmax: callers take it from `process`.
+    """
+    assert not params.greedy, "greedy decoding needs no law"
+    logits_NV = process(logits_NV, params, prompt, outputs, stop_ids)
+    if params.temperature != 1:
+        logits_NV = logits_NV / params.temperature
+    if params.min_p > 0:
+        floor_N1 = logits_NV.amax(1, keepdim=True) + math.log(params.min_p)
+        logits_NV = logits_NV.masked_fill(logits_NV < floor_N1, -math.inf)
+    if 0 < params.top_k < logits_NV.shape[1]:
+        kth_N1 = logits_NV.topk(params.top_k, dim=1).values[:, -1:]
+        logits_NV = logits_NV.masked_fill(logits_NV < kth_N1, -math.inf)
+    p_NV = torch.softmax(logits_NV, dim=1)
+    if params.top_p < 1:
+        for row, p_V in enumerate(p_NV):
+            logits_NV = logits_NV.clone() if row == 0 else logits_NV
+            logits_NV[row].masked_fill_(_outside_nucleus(p_V, params.top_p), -math.inf)
+        p_NV = torch.softmax(logits_NV, dim=1)
+    return p_NV
+
+
+def _outside_nucleus(p_V: Tensor, top_p: float) -> Tensor:
+    """Bool [V]: everything but the smallest set of likeliest tokens whose mass reaches top_p.
+
+    Tokens under (1 - top_p) / V weigh less than 1 - top_p together, so they are outside; only the rest is sorted.
+    """
+    candidates = torch.nonzero(p_V >= (1 - top_p) / len(p_V) * 0.999).squeeze(1)
+    sorted_p, order = p_V[candidates].sort(descending=True, stable=True)
+    before = sorted_p.cumsum(0, dtype=torch.float64) - sorted_p
+    outside_V = torch.ones_like(p_V, dtype=torch.bool)
+    outside_V[candidates[order[before < top_p]]] = False
+    return outside_V

@@ -1,0 +1,177 @@
+"""The acceptance rules: which drafted tokens stand, and the one token that follows them.
+
+p is the target's law, q the drafter's; both after warping. Row 0 of ``p_NV`` is the law after the pending token, row
+i + 1 the law after node i. Nothing here draws: all chance comes in through a `Noise`, so tests can enumerate every
+branch. Nothing here is lossy: whatever the draft, the emitted tokens follow p.
+
+    rejection   chains and trees: Leviathan et al. 2023, Algorithm 1; on trees recursively without replacement
+                (Jeon et al. 2024, RSD; Chen et al. 2024, Sequoia)
+    block       chains: Sun et al., ICLR 2025, Algorithm 2; never accepts fewer tokens than rejection
+    coupled     any: the token is fixed by (p, seed, position) alone and drafts only guess it
+    greedy      any: the limit of all three at temperature 0
+
+The one trick: a drawn token's law (`Draft.probs`) already has its earlier siblings taken out, so trees without
+replacement need no special case: each sibling is an ordinary rejection test against what is left of p.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .draft import Draft
+from .noise import Noise
+
+Rule = Literal["rejection", "block", "coupled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``path``: the accepted nodes from the root down. ``token``: what follows them (residual or bonus token)."""
+
+    path: tuple[int, ...]
+    token: int
+
+
+def verify(draft: Draft, p_NV: Tensor, rule: Rule, noise: Noise) -> Verdict:
+    """Apply a rule to one request's draft.
+
+    p_NV: [len(draft) + 1, V], the target's laws, normalised. Raises an AssertionError for a tree under ``block``.
+    """
+    assert len(p_NV) == len(draft) + 1, (p_NV.shape, len(draft))
+    if rule == "coupled":
+        return match(draft, lambda row, depth: noise.race(depth, p_NV[row]))
+    if rule == "block":
+        return _block(draft, p_NV, noise)
+    return _rejection(draft, p_NV, noise)
+
+
+def match(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
+    """Walk down while the target's own choice is among the guesses. ``choose(row, depth)`` is that choice."""
+    children, node, path = draft.children(), -1, []
+    while True:
+        token = choose(node + 1, len(path))
+        node = next((child for child in children[node] if draft.tokens[child] == token), -1)
+        if node < 0:
+            return Verdict(tuple(path), token)
+        path.append(node)
+
+
+def _rejection(draft: Draft, p_NV: Tensor, noise: Noise) -> Verdict:
+    """Accept x with probability min(1, p / q), else go on with norm(max(p - q, 0)): its next sibling, or the end."""
+    if draft.probs is None:
+        return _rejection_of_points(draft, p_NV, noise)
+    p_of_node, q_of_node = _own_probabilities(draft, p_NV)
+    children, node, path = draft.children(), -1, list[int]()
+    while True:
+        left_V = p_NV[node + 1]
+        accepted = -1
+        for sibling, child in enumerate(children[node]):
+            # The first sibling meets p itself, whose value is at hand; later ones meet what is left of it.
+            p = p_of_node[child] if sibling == 0 else float(left_V[draft.tokens[child]])
+            q = q_of_node[child]
+            if p > 0 and noise.accept(len(path), sibling, p / q if q > 0 else 1.0):
+                accepted = child
+                break
+            left_V = residual(left_V, draft.probs[child])
+        if accepted < 0:
+            return Verdict(tuple(path), noise.choose(len(path), left_V))
+        path.append(accepted)
+        node = accepted
+
+
+def _rejection_of_points(draft: Draft, p_NV: Tensor, noise: Noise) -> Verdict:
+    """The same for chosen tokens: q is one-hot, so a rejected guess only loses its own mass, and scalars suffice."""
+    p_of_node, _ = _own_probabilities(draft, p_NV)
+    children, node, path = draft.children(), -1, list[int]()
+    while True:
+        tried: list[int] = []
+        left, accepted = 1.0, -1
+        for sibling, child in enumerate(children[node]):
+            p = p_of_node[child]
+            if p > 0 and noise.accept(len(path), sibling, p / left if left > p else 1.0):
+                accepted = child
+                break
+            tried.append(draft.tokens[child])
+            left -= p
+        if accepted < 0:
+            return Verdict(tuple(path), noise.choose(len(path), _without(p_NV[node + 1], tried)))
+        path.append(accepted)
+        node = accepted
+
+
+def _block(draft: Draft, p_NV: Tensor, noise: Noise) -> Verdict:
+    """Block verification: the whole chain is judged by joint ratios, and the *last* success counts.
+
+    With w_0 = 1, w_i = min(1, w_(i-1) p(x_i) / q(x_i)): position i < K succeeds with probability
+    h_i = A_i / (A_i + 1 - w_i), A_i = sum_x max(w_i p(x | x_<=i) - q(x | x_<=i), 0), and h_K = w_K. The draws are
+    independent and a failure does not end the walk. Three plausible variants of this are biased (see the tests).
+    """
+    assert draft.is_chain, "block verification is for chains"
+    n, (p_of_node, q_of_node) = len(draft), _own_probabilities(draft, p_NV)
+    weights = [1.0]
+    for p, q in zip(p_of_node, q_of_node, strict=True):
+        weights.append(min(1.0, weights[-1] * (p / q if q > 0 else 1.0)) if p > 0 else 0.0)
+    masses = _block_masses(draft, p_NV, weights, p_of_node)
+    num_accepted = 0
+    for i in range(1, n + 1):
+        mass = weights[i] if i == n else masses[i]
+        rest = 0.0 if i == n else 1.0 - weights[i]
+        chance = mass if i == n else (mass / (mass + rest) if mass + rest > 0 else 1.0)
+        # A chain with p = 0 somewhere has weight 0 from there on, and then its chance is 0 as well.
+        if noise.accept(i - 1, 0, chance):
+            num_accepted = i
+    left_V = p_NV[num_accepted]
+    if num_accepted < n:
+        scaled_V = weights[num_accepted] * left_V
+        if draft.probs is None:
+            left_V = _without(left_V, [draft.tokens[num_accepted]])
+        else:
+            left_V = _or_else((scaled_V - draft.probs[num_accepted]).clamp_(min=0), left_V)
+    return Verdict(tuple(range(num_accepted)), noise.choose(num_accepted, left_V))
+
+
+def _block_masses(draft: Draft, p_NV: Tensor, weights: list[float], p_of_node: list[float]) -> list[float]:
+    """A_i for i in 0..K-1 (A_0 is not used): the mass of max(w_i p - q, 0) at the law after i tokens."""
+    if draft.probs is None:  # q is one-hot at the next token, and w p <= 1 there: only that token's mass is lost
+        return [w * (1.0 - p) for w, p in zip(weights[:-1], p_of_node, strict=True)]
+    weights_N = torch.tensor(weights[:-1], dtype=p_NV.dtype, device=p_NV.device)
+    masses: list[float] = (weights_N[:, None] * p_NV[:-1] - draft.probs).clamp_(min=0).sum(1).tolist()
+    return masses
+
+
+def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
+    """norm(max(p - q, 0)), or p itself where that is numerically nothing (p = q: any law of mass 0 will do)."""
+    left_V = (p_V - q_V).clamp_(min=0)
+    total = float(left_V.sum())
+    return left_V.div_(total) if total > 0 else p_V
+
+
+def _without(p_V: Tensor, tokens: list[int]) -> Tensor:
+    """p with these ids taken out, not normalised; p itself if nothing is left."""
+    if not tokens:
+        return p_V
+    left_V = p_V.clone()
+    left_V[tokens] = 0
+    return _or_else(left_V, p_V)
+
+
+def _or_else(weights_V: Tensor, fallback_V: Tensor) -> Tensor:
+    return weights_V if bool((weights_V > 0).any()) else fallback_V
+
+
+def _own_probabilities(draft: Draft, p_NV: Tensor) -> tuple[list[float], list[float]]:
+    """For each node p(token | its parent) and q(token): two lists of n floats, in one transfer each."""
+    n = len(draft)
+    if n == 0:
+        return [], []
+    device = p_NV.device
+    tokens_n = torch.tensor(draft.tokens, device=device)
+    rows_n = torch.tensor([parent + 1 for parent in draft.parents], device=device)
+    p: list[float] = p_NV[rows_n, tokens_n].tolist()
+    if draft.probs is None:
+        return p, [1.0] * n
+    q: list[float] = draft.probs[torch.arange(n, device=device), tokens_n].tolist()
+    return p, q
