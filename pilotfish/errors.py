@@ -1,13 +1,13 @@
 """Everything pilotfish raises on purpose.
 
-    PilotfishError
-    ├── UserError (also a ValueError)     the caller can mend it: the message names the value and the way out
-    │   ├── OptionError                   a parameter or an option is out of range, unknown or misspelt
-    │   ├── PromptError                   a prompt that cannot be served: empty, too long, not text
-    │   ├── ModelError                    a model that cannot be loaded or cannot work here
-    │   ├── DraftError                    a drafter that does not fit this target
-    │   └── CapacityError                 the page pool cannot hold even this one request
-    └── (nothing else: our own mistakes are AssertionErrors)
+PilotfishError
+├── UserError (also a ValueError)     the caller can mend it: the message names the value and the way out
+│   ├── OptionError                   a parameter or an option is out of range, unknown or misspelt
+│   ├── PromptError                   a prompt that cannot be served: empty, too long, not text
+│   ├── ModelError                    a model that cannot be loaded or cannot work here
+│   ├── DraftError                    a drafter that does not fit this target
+│   └── CapacityError                 the page pool cannot hold even this one request
+└── (nothing else: our own mistakes are AssertionErrors)
 """
 
 import difflib

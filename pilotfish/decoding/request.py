@@ -123,6 +123,7 @@ class Request:
     text: str = ""
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     _held: str = ""  # final text that might yet turn into a stop string

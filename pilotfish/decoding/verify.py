@@ -50,7 +50,7 @@ def verify(draft: Draft, p_NV: Tensor, rule: Rule, noise: Noise) -> Verdict:
 
 def match(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
     """Walk down while the target's own choice is among the guesses. ``choose(row, depth)`` is that choice."""
-    children, node, path = draft.children(), -1, []
+    children, node, path = draft.children(), -1, list[int]()
     while True:
         token = choose(node + 1, len(path))
         node = next((child for child in children[node] if draft.tokens[child] == token), -1)

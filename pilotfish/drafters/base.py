@@ -1,0 +1,71 @@
+"""What a drafter owes the engine: guesses, and nothing more.
+
+A drafter can be wrong or slow; it can never change or fail a request. It does not see the target, its cache or the
+acceptance rule; it sees requests (read only), says what might come next, and is told what was kept.
+
+To add one: a file in this folder, named after the method, with one `Drafter` subclass whose `Options` is a frozen
+dataclass. The registry, the command line and the conformance suite find it by themselves.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..decoding.draft import Draft
+from ..decoding.request import Request, Step
+from ..models.base import ModelInfo
+from ..models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """For drafters without any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where a drafter will work: the target's facts and the engine's bounds.
+
+    tokenizer: the target's, None if it has none. max_length: longest text. max_num_seqs: requests at once.
+    max_rows: rows one pass may have.
+    """
+
+    target: ModelInfo
+    tokenizer: Tokenizer | None
+    max_length: int
+    max_num_seqs: int
+    page_size: int
+    max_rows: int
+    num_cache_tokens: int
+    device: torch.device
+
+
+class Drafter(ABC):
+    """Base of all drafters. Only `propose` is mandatory."""
+
+    Options: ClassVar[type[Any]] = NoOptions
+    trees: ClassVar[bool] = False  # whether drafts may branch
+    taps: Sequence[int] = ()  # target layers whose hidden states `observe` wants
+
+    @classmethod
+    def build(cls, options: Any, setting: Setting) -> "Drafter":
+        """A drafter for this setting. Raises DraftError if it does not fit the target, saying why."""
+        return cls()
+
+    @abstractmethod
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        """One draft per request, of at most ``limits[i]`` >= 1 nodes; `EMPTY` where there is no idea."""
+
+    def observe(self, steps: Sequence[Step], taps: Mapping[int, Tensor]) -> None:  # noqa: B027
+        """What the pass kept, for every request that was in it; ``taps[layer]``: [T, hidden] of the whole batch."""
+
+    def release(self, request: Request) -> None:  # noqa: B027
+        """The request is over: forget it."""
+
+    def describe(self) -> str:
+        """A few words for the start-up line."""
+        return ""

@@ -1,0 +1,132 @@
+"""Finds drafters by file name, and turns a speculative config into one.
+
+It does not know any drafter. The one trick: the method is the module, its options are the fields of that module's
+``Options``, so a new file needs no entry anywhere, and a misspelt key is met with the nearest real one.
+"""
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from ..decoding.draft import MAX_NODES
+from ..decoding.verify import Rule
+from ..errors import OptionError, unknown_name
+from .base import Drafter, Setting
+
+_NOT_METHODS = {"base", "registry"}
+
+# What other libraries call the same thing: (our key, and the method it implies).
+ALIASES = {
+    "assistant_model": ("model", "draft_model"),
+    "num_assistant_tokens": ("num_speculative_tokens", None),
+    "prompt_lookup_num_tokens": ("num_speculative_tokens", "ngram"),
+    "max_matching_ngram_size": ("prompt_lookup_max", None),
+}
+_RULES: dict[str, Rule] = {"standard": "rejection", "rejection": "rejection", "block": "block"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonOptions:
+    """What every method has. Raises OptionError for values out of range."""
+
+    num_speculative_tokens: int = field(default=5, metadata={"help": f"most drafted tokens a step, 0 to {MAX_NODES}"})
+    rejection_sample_method: str = field(default="standard", metadata={"help": "standard or block; both are exact"})
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MAX_NODES:
+            raise OptionError(f"num_speculative_tokens must be a whole number from 0 to {MAX_NODES}, not {k!r}")
+        if self.rejection_sample_method not in _RULES:
+            raise unknown_name("rejection_sample_method", str(self.rejection_sample_method), _RULES)
+
+    @property
+    def rule(self) -> Rule:
+        return _RULES[self.rejection_sample_method]
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """A parsed speculative config: which drafter, with which options."""
+
+    method: str
+    common: CommonOptions
+    options: Any
+
+    def build(self, setting: Setting) -> Drafter:
+        return drafter_class(self.method).build(self.options, setting)
+
+
+def methods() -> list[str]:
+    """Names of all methods: the files in this folder."""
+    package = importlib.import_module(__package__)
+    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in _NOT_METHODS)
+
+
+def drafter_class(method: str) -> type[Drafter]:
+    """The drafter of a method. Raises OptionError for an unknown one, naming the nearest."""
+    if method not in methods():
+        raise unknown_name("method", method, methods())
+    module = importlib.import_module(f"{__package__}.{method}")
+    found = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, Drafter) and value.__module__ == module.__name__
+    ]
+    assert len(found) == 1, f"{module.__name__} must define exactly one Drafter"
+    return found[0]
+
+
+def parse(config: Mapping[str, Any] | None) -> Speculation:
+    """Read a config with vLLM's keys (and Hugging Face's aliases). No config is method ``none``.
+
+    Without ``method``, ``model`` means ``draft_model`` and ``prompt_lookup_*`` mean ``ngram``. Raises OptionError
+    for unknown keys and bad values.
+    """
+    given = _resolve_aliases(dict(config or {}))
+    method = given.pop("method", None) or _implied_method(given)
+    if not isinstance(method, str):
+        raise OptionError(f"method must be a name, not {method!r}")
+    options_class = drafter_class(method).Options
+    common = {f.name for f in fields(CommonOptions)}
+    own = {f.name for f in fields(options_class)}
+    for key in given:
+        if key not in common | own:
+            raise unknown_name(f"option for method {method!r}:", key, common | own)
+    return Speculation(
+        method,
+        CommonOptions(**{key: value for key, value in given.items() if key in common}),
+        options_class(**{key: value for key, value in given.items() if key in own}),
+    )
+
+
+def all_options() -> dict[str, Any]:
+    """Every option of every method, by name: for generating flags. Fields of dataclasses."""
+    found = {f.name: f for f in fields(CommonOptions)}
+    for method in methods():
+        found |= {f.name: f for f in fields(drafter_class(method).Options)}
+    assert all(f.default is not MISSING for f in found.values()), "options have defaults"
+    return found
+
+
+def _resolve_aliases(given: dict[str, Any]) -> dict[str, Any]:
+    for alias, (key, method) in ALIASES.items():
+        if alias in given:
+            if key in given:
+                raise OptionError(f"{alias!r} and {key!r} mean the same; give one")
+            given[key] = given.pop(alias)
+            if method:
+                given.setdefault("method", method)
+    return given
+
+
+def _implied_method(given: Mapping[str, Any]) -> str:
+    if given.get("model") is not None:
+        return "draft_model"
+    if any(key.startswith("prompt_lookup") for key in given):
+        return "ngram"
+    if given:
+        raise OptionError(f"a speculative config needs a method: one of {', '.join(methods())}")
+    return "none"

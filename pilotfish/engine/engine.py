@@ -1,0 +1,224 @@
+"""Engine: the one loop. Plain decoding, chains, trees, prefill and batches all go through `step`.
+
+It does not know text, files or sockets. The one trick is that there is nothing to know: plan, draft, run, verify,
+commit, report; every feature enters through a noun that the loop already has.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..decoding.draft import EMPTY, Draft
+from ..decoding.noise import fold
+from ..decoding.request import FinishReason, Request, Step, TextStream
+from ..decoding.sampling import SamplingParams
+from ..decoding.verify import Rule, Verdict
+from ..drafters.base import Drafter, Setting
+from ..errors import OptionError, PilotfishError, PromptError
+from ..models.base import CausalLM
+from ..models.tokenizer import Tokenizer
+from ..paged.batch import lay_out
+from .judge import Judgement, judge
+from .memory import size_pool
+from .options import EngineOptions
+from .scheduler import Entry, Plan, Scheduler
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one step did for one request. text: what became final. num_accepted: emitted tokens that were drafted
+    (the first ones). finish: set on a request's last event."""
+
+    request: Request
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    finish: FinishReason | None = None
+
+
+class Engine:
+    """Continuous batching over one target, one cache and one drafter.
+
+    rule: for requests without a seed; those with one use ``coupled``. num_speculative_tokens: most nodes a draft.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        build_drafter: Callable[[Setting], Drafter],
+        options: EngineOptions | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        rule: Rule = "rejection",
+        num_speculative_tokens: int = 5,
+    ):
+        options = options or EngineOptions()
+        self.target, self.options, self.tokenizer, self.rule = target, options, tokenizer, rule
+        self.num_speculative_tokens = num_speculative_tokens
+        self.max_length = min(options.max_model_len or target.info.context, target.info.context)
+        self.cache = target.new_cache(size_pool(target.info, options, self.max_length), options.block_size)
+        self.cache.prefix_sharing = options.enable_prefix_caching
+        self.scheduler = Scheduler(self.cache, options, lambda _request: self.num_speculative_tokens)
+        self.drafter = build_drafter(
+            Setting(
+                target=target.info,
+                tokenizer=tokenizer,
+                max_length=self.max_length,
+                max_num_seqs=options.max_num_seqs,
+                page_size=options.block_size,
+                max_rows=options.max_num_batched_tokens,
+                num_cache_tokens=self.cache.capacity,
+                device=target.info.device,
+            )
+        )
+        if rule == "block" and self.drafter.trees:
+            raise OptionError("rejection_sample_method 'block' is for chains, and this method drafts trees")
+        self._next_id = 0
+        self.num_failed_drafts = 0
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        text_stream: Callable[[], TextStream] | None = None,
+        reference: Sequence[int] = (),
+    ) -> list[Request]:
+        """Queue a prompt; returns ``params.n`` requests, one per completion.
+
+        Raises PromptError for an empty or too long prompt, CapacityError if the page pool cannot hold it.
+        """
+        self._check_prompt(prompt, params, text_stream)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        requests = []
+        for choice in range(params.n):
+            self._next_id += 1
+            requests.append(
+                Request(
+                    id=str(self._next_id),
+                    prompt=tuple(prompt),
+                    params=params,
+                    seed=fold(seed, choice),
+                    rule=self.rule if params.seed is None else "coupled",
+                    max_length=self.max_length,
+                    stop_ids=frozenset(params.stop_token_ids)
+                    | (frozenset() if params.ignore_eos else self.target.info.eos_ids),
+                    text_stream=text_stream() if text_stream else None,
+                    reference=tuple(reference),
+                )
+            )
+        for request in requests:
+            self.scheduler.add(request)
+        return requests
+
+    def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> Event:
+        """End a request now; its pages are free at once. Aborting a finished one does nothing."""
+        text = request.finish_with(reason)
+        self._forget(request)
+        return Event(request, text=text, finish=request.finish)
+
+    @property
+    def has_work(self) -> bool:
+        return len(self.scheduler) > 0
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """One target pass over everything that is planned; returns what happened, an event per request."""
+        plan = self.scheduler.plan()
+        if not plan.entries:
+            return []
+        drafts = self._draft(plan)
+        feeds = [entry.feed(draft) for entry, draft in zip(plan.entries, drafts, strict=True)]
+        batch = lay_out(feeds, self.cache, self.target.info.device)
+        output = self.target.forward(batch, self.cache, taps=self.drafter.taps)
+        ready = [(entry.request, draft) for entry, draft in zip(plan.entries, drafts, strict=True) if entry.caught_up]
+        judgements = iter(judge([r for r, _ in ready], [d for _, d in ready], output.logits_NV))
+        steps = [
+            self._advance(entry, draft, next(judgements) if entry.caught_up else None)
+            for entry, draft in zip(plan.entries, drafts, strict=True)
+        ]
+        for step in steps:
+            self.cache.commit(step.request.id, step.kept, step.request.tokens)
+        self._observe(steps, output.taps)
+        return [self._report(step) for step in steps]
+
+    def _draft(self, plan: Plan) -> list[Draft]:
+        """Ask the drafter. Whatever goes wrong there costs speed, never a request, and is logged."""
+        wanted = plan.drafting
+        drafts: dict[str, Draft] = {}
+        if wanted:
+            try:
+                proposed = self.drafter.propose([e.request for e in wanted], [e.limit for e in wanted])
+                for entry, draft in zip(wanted, proposed, strict=True):
+                    drafts[entry.request.id] = self._admissible(draft, entry.limit)
+            except Exception:
+                self.num_failed_drafts += 1
+                drafts = {}
+                log.exception("the drafter failed; this step decodes plainly (%d so far)", self.num_failed_drafts)
+        return [drafts.get(entry.request.id, EMPTY) for entry in plan.entries]
+
+    def _observe(self, steps: Sequence[Step], taps: Mapping[int, Tensor]) -> None:
+        try:
+            self.drafter.observe(steps, taps)
+        except Exception:
+            self.num_failed_drafts += 1
+            log.exception("the drafter failed to take in what was kept (%d failures so far)", self.num_failed_drafts)
+
+    def _admissible(self, draft: Draft, limit: int) -> Draft:
+        """Cut by position, which is exact for drawn tokens too; ids must be the target's."""
+        num_ids = self.target.info.vocab_size
+        if not all(0 <= token < num_ids for token in draft.tokens):
+            raise PilotfishError(f"drafted ids {draft.tokens} are not all in the target's table of {num_ids}")
+        if draft.probs is not None and draft.probs.shape[1] != num_ids:
+            raise PilotfishError(f"draft laws have {draft.probs.shape[1]} ids, the target has {num_ids}")
+        return draft.first(limit)
+
+    def _advance(self, entry: Entry, draft: Draft, judgement: Judgement | PilotfishError | None) -> Step:
+        request = entry.request
+        if isinstance(judgement, PilotfishError):
+            log.error("%s", judgement)
+            request.error = str(judgement)
+            text = request.finish_with(FinishReason.ERROR)
+            return Step(request, kept=range(0), text=text, finish=request.finish)
+        verdict: Verdict | None
+        verdict, logprobs = judgement if judgement is not None else (None, [])
+        return request.advance(entry.num_trunk, draft, verdict, logprobs)
+
+    def _report(self, step: Step) -> Event:
+        if step.finish:
+            self._forget(step.request)
+        return Event(step.request, step.tokens, step.text, step.num_drafted, step.num_accepted, step.finish)
+
+    # -- small helpers -------------------------------------------------------------------------------------------
+
+    def _forget(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        self.drafter.release(request)
+
+    def _check_prompt(self, prompt: Sequence[int], params: SamplingParams, text_stream: object) -> None:
+        if len(prompt) == 0:
+            raise PromptError("the prompt is empty: give at least one token")
+        if len(prompt) >= self.max_length:
+            raise PromptError(
+                f"the prompt has {len(prompt)} tokens and the context {self.max_length}, of which at least one is for "
+                "the answer; shorten the prompt"
+            )
+        num_ids = self.target.info.vocab_size
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < num_ids:
+                raise PromptError(f"prompt token {token!r} is not an id from 0 to {num_ids - 1}")
+        for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids)):
+            for token in ids:
+                if not 0 <= token < num_ids:
+                    raise OptionError(f"{name} names token {token}, which is not an id from 0 to {num_ids - 1}")
+        if params.stop and text_stream is None:
+            raise OptionError("stop strings need a tokenizer; use stop_token_ids")

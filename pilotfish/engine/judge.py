@@ -1,0 +1,92 @@
+"""From logits to verdicts: warp each request's rows, apply its rule, read off log-probabilities.
+
+It does not know caches, the scheduler or where drafts came from. The one trick: all greedy rows of a batch share one
+argmax and one transfer, whatever requests they belong to; only sampled requests cost more.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..decoding.draft import Draft
+from ..decoding.noise import SeededNoise
+from ..decoding.request import Request, TokenLogprob
+from ..decoding.sampling import process, warp
+from ..decoding.verify import Verdict, match, verify
+from ..errors import PilotfishError
+
+Judgement = tuple[Verdict, list[TokenLogprob]]
+
+
+def judge(requests: Sequence[Request], drafts: Sequence[Draft], logits_NV: Tensor) -> list[Judgement | PilotfishError]:
+    """One verdict per request, with log-probabilities where asked for.
+
+    logits_NV: the rows of all requests end to end, ``len(draft) + 1`` each. A request whose law is broken (NaN from
+    the model) gets an error instead; the others are not touched.
+    """
+    greedy_rows: list[int] = []
+    greedy_values: list[float] = []
+    if any(_plainly_greedy(request) for request in requests):
+        values_N, rows_N = logits_NV.max(1)
+        greedy_rows, greedy_values = rows_N.tolist(), values_N.tolist()
+    results: list[Judgement | PilotfishError] = []
+    start = 0
+    for request, draft in zip(requests, drafts, strict=True):
+        stop = start + len(draft) + 1
+        if _plainly_greedy(request):
+            if any(map(math.isnan, greedy_values[start:stop])):
+                results.append(_broken(request))
+            else:
+                results.append((_match_choices(draft, greedy_rows[start:stop]), []))
+        else:
+            results.append(_judge_one(request, draft, logits_NV[start:stop]))
+        start = stop
+    assert start == len(logits_NV), "one row per pending token and node"
+    return results
+
+
+def _match_choices(draft: Draft, choices: Sequence[int]) -> Verdict:
+    return match(draft, lambda row, _depth: choices[row])
+
+
+def _plainly_greedy(request: Request) -> bool:
+    return request.params.greedy and not request.params.processed and request.params.logprobs is None
+
+
+def _judge_one(request: Request, draft: Draft, logits_NV: Tensor) -> Judgement | PilotfishError:
+    params = request.params
+    outputs = request.row_outputs(draft) if params.processed else ()
+    context = (params, request.prompt, outputs, request.stop_ids)
+    if params.greedy:
+        processed_NV = process(logits_NV, *context)
+        if bool(processed_NV.sum().isnan()):
+            return _broken(request)
+        verdict = _match_choices(draft, processed_NV.argmax(1).tolist())
+        if params.logprobs is None:
+            return verdict, []
+        return verdict, _logprobs(torch.log_softmax(processed_NV, 1), draft, verdict, params.logprobs)
+    p_NV = warp(logits_NV, *context)
+    if bool(p_NV.sum().isnan()):
+        return _broken(request)
+    verdict = verify(draft, p_NV, request.rule, SeededNoise(request.seed, len(request.tokens)))
+    if params.logprobs is None:
+        return verdict, []
+    return verdict, _logprobs(p_NV.log(), draft, verdict, params.logprobs)
+
+
+def _broken(request: Request) -> PilotfishError:
+    return PilotfishError(f"request {request.id}: the model's logits are not numbers (NaN), or all ids are forbidden")
+
+
+def _logprobs(logprobs_NV: Tensor, draft: Draft, verdict: Verdict, num_top: int) -> list[TokenLogprob]:
+    """Read each emitted token's value in the row that decided it."""
+    rows = [0, *(node + 1 for node in verdict.path)]
+    tokens = [*(draft.tokens[node] for node in verdict.path), verdict.token]
+    chosen = logprobs_NV[rows, tokens].tolist()
+    top: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
+    if num_top:
+        values, ids = logprobs_NV[rows].topk(min(num_top, logprobs_NV.shape[1]), dim=1)
+        top = [tuple(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [TokenLogprob(*row) for row in zip(tokens, chosen, top, strict=True)]

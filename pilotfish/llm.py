@@ -1,0 +1,268 @@
+"""LLM: the library's front door. Load a model, generate, stream, chat.
+
+It does not know how decoding works; it turns text into requests, drives `Engine.step`, and turns what is finished
+into `Completion`s. The one trick: `generate` and `stream` are the same few lines around the same loop.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .decoding.request import Request, TextStream, TokenLogprob
+from .decoding.sampling import SamplingParams
+from .drafters import registry
+from .engine.engine import Engine, Event
+from .engine.options import EngineOptions
+from .errors import OptionError, PromptError, unknown_name
+from .models.load import Loaded, LoadOptions, from_objects, load
+from .models.tokenizer import Detokenizer, Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts, as in the OpenAI API."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished text.
+
+    logprobs: the target's, one per token, if asked for. speculative_decoding: what drafting did, with vLLM's field
+    names. finish_reason: stop, length, abort or error; stop_reason: the stop string or stop id that was met.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    speculative_decoding: Mapping[str, Any]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One step of a stream. text: what became final; token_ids: what was emitted, the first num_accepted of them
+    drafted. completion: the whole, with the last chunk."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    load: LoadOptions
+    engine: EngineOptions
+    speculation: registry.Speculation = field(default_factory=lambda: registry.parse(None))
+
+
+_Options = TypeVar("_Options", LoadOptions, EngineOptions)
+
+
+class LLM:
+    """A target model, a way to draft for it, and an engine.
+
+    model: a folder, a hub id, a GGUF file or ``demo``. speculative_config: vLLM's keys (``method``, ``model``,
+    ``num_speculative_tokens``, ``prompt_lookup_max``, ...); the same keys may be given as keyword arguments, with
+    ``draft_model=`` for the config's ``model``. Other options: the fields of `LoadOptions` and `EngineOptions`.
+
+    Raises OptionError for unknown or bad options, ModelError and DraftError for models that do not work here.
+    """
+
+    def __init__(
+        self, model: str | Path = "demo", *, speculative_config: Mapping[str, Any] | None = None, **options: Any
+    ):
+        settings = _read_options(speculative_config, options)
+        self._start(load(model, dtype=settings.load.dtype, device=settings.load.device), settings)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        speculative_config: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> "LLM":
+        """Around a loaded Hugging Face model and its tokenizer (None: prompts and results are token ids)."""
+        settings = _read_options(speculative_config, options)
+        if settings.load != LoadOptions():
+            raise OptionError("dtype and device belong to loading; move the model before passing it in")
+        llm = cls.__new__(cls)
+        llm._start(model if isinstance(model, Loaded) else from_objects(model, tokenizer), settings)
+        return llm
+
+    def _start(self, loaded: Loaded, settings: _Settings) -> None:
+        speculation = settings.speculation
+        self.tokenizer: Tokenizer | None = loaded.tokenizer
+        self.speculation = speculation
+        self.engine = Engine(
+            loaded.model,
+            speculation.build,
+            settings.engine,
+            tokenizer=loaded.tokenizer,
+            rule=speculation.common.rule,
+            num_speculative_tokens=0 if speculation.method == "none" else speculation.common.num_speculative_tokens,
+        )
+
+    # -- using it ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        references: Sequence[Prompt | None] | None = None,
+    ) -> list[Completion]:
+        """Complete prompts (text or token ids), batched; results in the order of the prompts, ``n`` for each.
+
+        params: one for all, or one per prompt. references: per prompt, text the answer will resemble (OpenAI's
+        predicted outputs), for drafters that copy. Raises PromptError and CapacityError before anything runs.
+        """
+        requests = self._add_all(_as_list(prompts), params, references)
+        try:
+            while any(not request.finish for request in requests):
+                self.engine.step()
+        finally:  # an interrupt or an error leaves no request behind
+            for request in requests:
+                self.engine.abort(request)
+        return [completion(request, i) for i, request in enumerate(requests)]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, reference: Prompt | None = None
+    ) -> Iterator[Chunk]:
+        """Complete one prompt, chunk by chunk; the last chunk carries the completion. Closing the stream aborts."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise OptionError("stream gives one completion; use generate for n > 1")
+        (request,) = self._add_all([prompt], params, None if reference is None else [reference])
+        try:
+            while not request.finish:
+                for event in self.engine.step():
+                    if event.request is request and (event.tokens or event.finish):
+                        yield _chunk(event)
+        finally:
+            self.engine.abort(request)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation (``[{"role": "user", "content": ...}, ...]``) through the model's chat template."""
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins."""
+        if self.tokenizer is None:
+            raise PromptError("chat needs a tokenizer")
+        return self.tokenizer.chat([dict(message) for message in messages])
+
+    def describe(self) -> str:
+        """The start-up line: model, method, K, acceptance rule."""
+        info, engine = self.engine.target.info, self.engine
+        dtype = str(info.dtype).removeprefix("torch.")
+        about = engine.drafter.describe()
+        method = self.speculation.method + (f" ({about})" if about else "")
+        drafting = "" if self.speculation.method == "none" else f", K {engine.num_speculative_tokens}"
+        return f"{info.name} ({dtype}, {info.device}) | method {method}{drafting} | rule {engine.rule} | lossless"
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _add_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        references: Sequence[Prompt | None] | None,
+    ) -> list[Request]:
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        hints = [None] * len(prompts) if references is None else list(references)
+        for name, values in (("params", each), ("references", hints)):
+            if len(values) != len(prompts):
+                raise OptionError(f"{len(prompts)} prompts but {len(values)} {name}: give one for each")
+        requests: list[Request] = []
+        try:
+            for prompt, own, hint in zip(prompts, each, hints, strict=True):
+                ids = self._ids(prompt)
+                requests += self.engine.add(
+                    ids,
+                    own,
+                    text_stream=None if self.tokenizer is None else self._text_stream,
+                    reference=[] if hint is None else self._ids(hint, special=False),
+                )
+        except Exception:
+            for request in requests:
+                self.engine.abort(request)
+            raise
+        return requests
+
+    def _text_stream(self) -> TextStream:
+        assert self.tokenizer is not None
+        return Detokenizer(self.tokenizer)
+
+    def _ids(self, prompt: Prompt, *, special: bool = True) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise PromptError("this model has no tokenizer: give prompts as token ids")
+        return self.tokenizer.encode(prompt, add_special_tokens=special)
+
+
+def completion(request: Request, index: int = 0) -> Completion:
+    """What became of a finished request."""
+    assert request.finish is not None
+    return Completion(
+        index=index,
+        text=request.text,
+        token_ids=tuple(request.output),
+        finish_reason=str(request.finish),
+        usage=Usage(request.num_prompt, request.num_output),
+        speculative_decoding=request.stats.report(),
+        logprobs=tuple(request.logprobs) if request.params.logprobs is not None else None,
+        stop_reason=request.stop_reason,
+        error=request.error,
+    )
+
+
+def _chunk(event: Event) -> Chunk:
+    done = completion(event.request) if event.finish else None
+    return Chunk(event.text, event.tokens, event.num_drafted, event.num_accepted, done)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    return [items] if items and all(isinstance(item, int) for item in items) else items
+
+
+def _read_options(config: Mapping[str, Any] | None, options: Mapping[str, Any]) -> _Settings:
+    """Sort keyword arguments to their owners. Raises OptionError for one that nobody knows."""
+    own = {f.name for f in fields(LoadOptions)} | {f.name for f in fields(EngineOptions)}
+    speculative = ({"method", "draft_model"} | set(registry.all_options()) | set(registry.ALIASES)) - {"model"}
+    drafting: dict[str, Any] = dict(config or {})
+    for key, value in options.items():
+        if key in own:
+            continue
+        if key not in speculative:
+            raise unknown_name("option", key, own | speculative | {"speculative_config"})
+        name = "model" if key == "draft_model" else key
+        if name in drafting:
+            raise OptionError(f"{key!r} is given twice, in speculative_config and as an argument")
+        drafting[name] = value
+    return _Settings(_pick(LoadOptions, options), _pick(EngineOptions, options), registry.parse(drafting))
+
+
+def _pick(kind: type[_Options], options: Mapping[str, Any]) -> _Options:
+    return kind(**{f.name: options[f.name] for f in fields(kind) if f.name in options})

@@ -1,0 +1,57 @@
+"""What the engine and the drafters need of a model: `CausalLM`, a cache to fill and one ragged forward.
+
+It does not know any architecture. The one trick: prefill, verification and a draft model's catch-up are the same
+call, so a model has exactly one way to run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..paged.batch import Batch
+from ..paged.cache import KVCache, LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts of a loaded model.
+
+    name: as the user gave it. context: the longest text it takes, in tokens. eos_ids: what ends a text.
+    num_bytes: of its weights.
+    """
+
+    name: str
+    architecture: str
+    vocab_size: int
+    context: int
+    layers: tuple[LayerShape, ...]
+    hidden_size: int
+    num_bytes: int
+    dtype: torch.dtype
+    device: torch.device
+    eos_ids: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class ModelOutput:
+    """logits_NV: one row per wanted row of the batch. taps: {layer: [T, hidden]}, the states that leave that layer."""
+
+    logits_NV: Tensor
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+class CausalLM(Protocol):
+    """A decoder-only model."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """Facts that do not change."""
+
+    def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
+        """An empty cache of this model's shape, dtype and device."""
+
+    def forward(self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = ()) -> ModelOutput:
+        """One pass over the batch's rows; their keys and values land in the cache's slots."""

@@ -1,0 +1,114 @@
+"""Folders that are expensive to make, kept in the user's cache and never trusted blindly.
+
+Does not know what is in them: the caller passes a function that fills an empty folder.
+The one trick: a folder is filled under another name and renamed when complete, with the checksums of its files inside,
+so what carries the final name is whole however the process died, and what rotted afterwards is noticed and made again.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+
+import filelock
+
+from pilotfish.errors import ModelError
+
+RECORD = "checksums.json"
+
+
+def cache_folder() -> pathlib.Path:
+    """Where we keep what can be remade: $PILOTFISH_CACHE, else $XDG_CACHE_HOME/pilotfish, else ~/.cache/pilotfish."""
+    named = os.environ.get("PILOTFISH_CACHE")
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        if named:
+            return pathlib.Path(named).expanduser()
+        # The XDG standard says that a relative path there is to be ignored.
+        base = pathlib.Path(shared) if os.path.isabs(shared) else pathlib.Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ModelError(f"no home folder to keep the cache in ({error}); set PILOTFISH_CACHE to a folder") from error
+    return base / "pilotfish"
+
+
+def prepared(name: str, fill: Callable[[pathlib.Path], None], say: Callable[[str], None]) -> pathlib.Path:
+    """The cache's folder `name`, first made by `fill(empty folder)` if it is missing or damaged.
+
+    Safe with several processes: one fills, the others wait for it. `say` is told what an onlooker should know.
+    """
+    folder = cache_folder() / name
+    if damage(folder) is None:
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(folder.with_name(name + ".lock"))
+        try:
+            lock.acquire(timeout=1)
+        except filelock.Timeout:
+            say(f"another process is preparing {folder}; waiting for it")
+            lock.acquire()
+        try:
+            _make(folder, fill, say)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise ModelError(f"cannot prepare {folder}: {error}; PILOTFISH_CACHE can name another place") from error
+    return folder
+
+
+def damage(folder: pathlib.Path) -> str | None:
+    """What is wrong with a prepared folder, in words; None if every file is as it was written.
+
+    Reads everything: half a second for 540 MB, little beside loading the same bytes as a model.
+    """
+    if not folder.is_dir():
+        return "it is missing"
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        files = [(str(name), int(entry["bytes"]), str(entry["sha256"])) for name, entry in record["files"].items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{RECORD} cannot be read"
+    for name, size, _ in files:  # all the cheap checks before the first expensive one
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    for name, _, checksum in files:
+        if sha256(folder / name) != checksum:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def sha256(path: pathlib.Path) -> str:
+    """The checksum of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _make(folder: pathlib.Path, fill: Callable[[pathlib.Path], None], say: Callable[[str], None]) -> None:
+    """Fill and rename, with the lock held."""
+    reason = damage(folder)  # again: another process may have made it while we waited
+    if reason is None:
+        return
+    if folder.exists():
+        say(f"{folder} is damaged ({reason}); making it again")
+    partial = folder.with_name(folder.name + ".partial")
+    if partial.exists():  # left by a process that was killed: nobody else can be writing, we hold the lock
+        shutil.rmtree(partial)
+    partial.mkdir()
+    try:
+        fill(partial)
+        files = {
+            path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            for path in sorted(partial.rglob("*"))
+            if path.is_file()
+        }
+        (partial / RECORD).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # only there if something failed: 540 MB are not left behind

@@ -1,0 +1,149 @@
+"""Batch: one pass's rows as tensors. The only place where host lists become tensors.
+
+It does not know what the rows are for. The one trick: there are no phases. A `Feed` is "rows behind what the cache
+has", be that a prompt, a chunk of one, a pending token with a draft tree, or a draft model's catch-up; all of them
+lie ragged, end to end, in one batch.
+
+    one feed:   cache  [ 0 ........ past ) [ trunk: a chain ) [ nodes: a tree, each seeing past + trunk + ancestors )
+    positions             past, past+1, ...                    past + num_trunk + depth
+    slots                 past, past+1, ...                    past + num_trunk + skipped + 0, 1, 2, ...
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """One sequence's rows in a pass.
+
+    tokens: ``num_trunk`` tokens that follow each other, then one per tree node.
+    past: rows already in the cache that every row sees.
+    ancestors: per node the 64-bit set of the nodes it sees, itself included, counting ``skipped`` nodes first that
+        earlier passes wrote behind the trunk.
+    num_wanted: logits are wanted for that many rows, counted from the end.
+    """
+
+    sequence: str
+    tokens: Sequence[int]
+    past: int
+    num_wanted: int
+    ancestors: tuple[int, ...] = ()
+    skipped: int = 0
+
+    @property
+    def num_trunk(self) -> int:
+        return len(self.tokens) - len(self.ancestors)
+
+    @property
+    def num_keys(self) -> int:
+        """Rows in the cache after this feed: what its last row may see, if its ancestors allow."""
+        return self.past + self.skipped + len(self.tokens)
+
+    def positions(self) -> list[int]:
+        base = self.past + self.num_trunk
+        return [*range(self.past, base), *(base + bits.bit_count() - 1 for bits in self.ancestors)]
+
+
+@dataclass(slots=True)
+class Span:
+    """Where one feed lies in the batch: rows start..stop-1, and the slots of its keys."""
+
+    feed: Feed
+    start: int
+    stop: int
+    key_slots: slice | Tensor
+    device: torch.device
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Bool [rows, keys], True where a row sees a key; None if every row sees every key. Built once per window."""
+        if window not in self._masks:
+            self._masks[window] = self._build_mask(window)
+        return self._masks[window]
+
+    def _build_mask(self, window: int | None) -> Tensor | None:
+        feed, rows, keys = self.feed, self.stop - self.start, self.feed.num_keys
+        outside = window is not None and keys > window
+        if rows == 1 and not outside and (not feed.ancestors or feed.ancestors[0].bit_count() == feed.skipped + 1):
+            return None
+        trunk_end = feed.past + feed.num_trunk
+        key_positions = torch.arange(keys)
+        row_positions = torch.tensor(feed.positions())
+        seen = key_positions[None, :] <= row_positions[:, None]
+        if feed.ancestors:
+            nodes = torch.tensor([[bits >> i & 1 for i in range(keys - trunk_end)] for bits in feed.ancestors])
+            seen[: feed.num_trunk, trunk_end:] = False
+            seen[feed.num_trunk :, :trunk_end] = True
+            seen[feed.num_trunk :, trunk_end:] = nodes.bool()
+            key_positions = torch.cat([key_positions[:trunk_end], self._node_positions(trunk_end, keys)])
+        if window is not None:
+            seen &= row_positions[:, None] - key_positions[None, :] < window
+        return seen.to(self.device)
+
+    def _node_positions(self, trunk_end: int, keys: int) -> Tensor:
+        """Positions of the node keys. A skipped node's depth is read off any row that sees it: its ancestors' count."""
+        depths = [0] * (keys - trunk_end)
+        for bits in self.feed.ancestors:
+            for depth, node in enumerate(i for i in range(keys - trunk_end) if bits >> i & 1):
+                depths[node] = depth
+        return torch.tensor([trunk_end + depth for depth in depths])
+
+
+@dataclass(slots=True)
+class Batch:
+    """tokens_T, positions_T: int64 [T]. slots_T: where each row's key and value go. wanted_N: rows with logits."""
+
+    spans: list[Span]
+    tokens_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor | slice
+    wanted_N: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.spans[-1].stop
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+
+def lay_out(feeds: Sequence[Feed], cache: KVCache, device: torch.device | str = "cpu") -> Batch:
+    """Turn feeds into tensors. Room for their rows must have been reserved."""
+    assert feeds, "a pass over nothing"
+    device = torch.device(device)
+    tokens: list[int] = []
+    positions: list[int] = []
+    wanted: list[int] = []
+    writes: list[range | list[int]] = []
+    spans: list[Span] = []
+    for feed in feeds:
+        start = len(tokens)
+        tokens += feed.tokens
+        stop = len(tokens)
+        positions += feed.positions()
+        wanted += range(stop - feed.num_wanted, stop)
+        if feed.skipped:
+            trunk_end = feed.past + feed.num_trunk
+            assert feed.num_trunk == 0, "earlier nodes lie right behind the trunk, so there can be no new trunk"
+            writes.append(cache.slots(feed.sequence, trunk_end + feed.skipped, feed.num_keys))
+        else:
+            writes.append(cache.slots(feed.sequence, feed.past, feed.num_keys))
+        spans.append(Span(feed, start, stop, _index(cache.slots(feed.sequence, 0, feed.num_keys), device), device))
+    flat = writes[0] if len(writes) == 1 else [slot for slots in writes for slot in slots]
+    return Batch(
+        spans,
+        torch.tensor(tokens, device=device),
+        torch.tensor(positions, device=device),
+        _index(flat, device),
+        torch.tensor(wanted, dtype=torch.int64, device=device),
+    )
+
+
+def _index(slots: range | list[int], device: torch.device) -> slice | Tensor:
+    return slice(slots.start, slots.stop) if isinstance(slots, range) else torch.tensor(slots, device=device)

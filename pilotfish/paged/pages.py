@@ -1,0 +1,101 @@
+"""PagePool: who holds which page. Host-side bookkeeping only: reference counts, a free list, prefix hashes.
+
+It does not know tensors, models or requests. The one trick: a page with a hash stays findable after its last holder
+let go, until it is handed out again; the free list hands out the longest unused first.
+
+A full page of committed tokens is known by hash(parent's hash, its tokens). A hit compares the tokens themselves, so
+a collision of hashes cannot put one text's keys under another.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+ROOT = 0  # the hash that stands before the first page
+
+
+class PagePool:
+    """num_pages pages of page_size rows each. Raises nothing of its own: `allocate` returns None when out of pages."""
+
+    def __init__(self, num_pages: int, page_size: int):
+        assert num_pages > 0 and page_size > 0, (num_pages, page_size)
+        self.num_pages, self.page_size = num_pages, page_size
+        self._holders = [0] * num_pages
+        self._free = OrderedDict.fromkeys(range(num_pages))  # oldest first; hashed pages in it can be revived
+        self._page_of: dict[int, int] = {}
+        self._content: dict[int, tuple[int, int, tuple[int, ...]]] = {}  # page -> own hash, parent's hash, tokens
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - len(self._free)
+
+    def allocate(self, after: int | None = None) -> int | None:
+        """A page of one's own; the one right behind ``after`` if it is free, so that keys can be read as one view."""
+        if not self._free:
+            return None
+        page = -1 if after is None else after + 1
+        if page in self._free and page not in self._content:
+            del self._free[page]
+        else:
+            page, _ = self._free.popitem(last=False)
+        self._forget(page)
+        self._holders[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more holder."""
+        if self._holders[page] == 0:
+            del self._free[page]
+        self._holders[page] += 1
+
+    def release(self, page: int) -> None:
+        """One holder less; the last one frees the page, content and hash kept for whoever comes first."""
+        assert self._holders[page] > 0, f"page {page} is free already"
+        self._holders[page] -= 1
+        if self._holders[page] == 0:
+            self._free[page] = None
+            if page not in self._content:
+                self._free.move_to_end(page, last=False)  # nothing to remember: hand it out first
+
+    def remember(self, page: int, parent: int, tokens: Sequence[int]) -> int:
+        """Make a full, committed page findable; returns its hash, the parent of the next page's."""
+        assert len(tokens) == self.page_size
+        key = hash((parent, tuple(tokens)))
+        if key not in self._page_of:  # else the same content is known under another page: that one stays
+            self._page_of[key] = page
+            self._content[page] = (key, parent, tuple(tokens))
+        return key
+
+    def find(self, parent: int, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """(page, its hash) of a remembered page with this parent and these very tokens, or None."""
+        key = hash((parent, tuple(tokens)))
+        page = self._page_of.get(key)
+        if page is None or self._content[page] != (key, parent, tuple(tokens)):
+            return None
+        return page, key
+
+    def forget_all(self) -> None:
+        """Drop every prefix (the weights changed, or a test wants a cold cache)."""
+        self._page_of.clear()
+        self._content.clear()
+
+    def check(self, held: Sequence[Sequence[int]]) -> None:
+        """Integrity: ``held`` is every sequence's page list. AssertionError names what does not add up."""
+        counts = [0] * self.num_pages
+        for pages in held:
+            assert len(set(pages)) == len(pages), f"a page twice in one sequence: {pages}"
+            for page in pages:
+                counts[page] += 1
+        assert counts == self._holders, "holders do not match the sequences' pages"
+        assert all((count == 0) == (page in self._free) for page, count in enumerate(counts)), "free list"
+        for key, page in self._page_of.items():
+            assert self._content[page][0] == key, f"page {page} is known under two hashes"
+        assert len(self._content) == len(self._page_of), "hash table"
+
+    def _forget(self, page: int) -> None:
+        content = self._content.pop(page, None)
+        if content is not None:
+            del self._page_of[content[0]]
