@@ -54,14 +54,19 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One step of a stream. text: what became final; token_ids: what was emitted, the first num_accepted of them
-    drafted. completion: the whole, with the last chunk."""
+    """One step of a stream. token_ids: what was emitted, the first num_accepted of them drafted; pieces: per token the
+    text that became final with it. completion: the whole, with the last chunk."""
 
-    text: str
     token_ids: tuple[int, ...] = ()
+    pieces: tuple[str, ...] = ()
     num_drafted: int = 0
     num_accepted: int = 0
     completion: Completion | None = None
+
+    @property
+    def text(self) -> str:
+        """What became final with this step."""
+        return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +242,7 @@ def completion(request: Request, index: int = 0) -> Completion:
 
 def _chunk(event: Event) -> Chunk:
     done = completion(event.request) if event.finish else None
-    return Chunk(event.text, event.tokens, event.num_drafted, event.num_accepted, done)
+    return Chunk(event.tokens, event.pieces, event.num_drafted, event.num_accepted, done)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -250,14 +255,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _read_options(config: Mapping[str, Any] | None, options: Mapping[str, Any]) -> _Settings:
     """Sort keyword arguments to their owners. Raises OptionError for one that nobody knows."""
     own = {f.name for f in fields(LoadOptions)} | {f.name for f in fields(EngineOptions)}
-    speculative = ({"method", "draft_model"} | set(registry.all_options()) | set(registry.ALIASES)) - {"model"}
+    speculative = {"method": "method"} | registry.keywords() | {alias: alias for alias in registry.ALIASES}
     drafting: dict[str, Any] = dict(config or {})
     for key, value in options.items():
         if key in own:
             continue
         if key not in speculative:
-            raise unknown_name("option", key, own | speculative | {"speculative_config"})
-        name = "model" if key == "draft_model" else key
+            raise unknown_name("option", key, own | set(speculative) | {"speculative_config"})
+        name = speculative[key]
         if name in drafting:
             raise OptionError(f"{key!r} is given twice, in speculative_config and as an argument")
         drafting[name] = value

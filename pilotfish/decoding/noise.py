@@ -83,7 +83,12 @@ class Noise(Protocol):
 
 
 class SeededNoise:
-    """Noise for one request, from its seed; ``position`` is the index in the text of the token at depth 0."""
+    """Noise for one request and one pass; ``position`` is the index in the text of the token at depth 0.
+
+    Every pass emits a token, so its position is its own, and all its coins are keyed by that: ``block`` looks at coins
+    and drawn tokens beyond the last accepted one, and a later pass that met them again would be biased by what they
+    said. Only the race goes by the token's own position, because there the coin *is* the token.
+    """
 
     __slots__ = ("position", "seed")
 
@@ -91,17 +96,21 @@ class SeededNoise:
         self.seed, self.position = seed, position
 
     def accept(self, depth: int, sibling: int, probability: float) -> bool:
-        return uniform(self.seed, self.position + depth, Lane.ACCEPT, sibling) < probability
+        return uniform(self.seed, self.position, Lane.ACCEPT, _place(depth, sibling)) < probability
 
     def choose(self, depth: int, weights_V: Tensor) -> int:
-        return invert_cdf(weights_V, uniform(self.seed, self.position + depth, Lane.RESIDUAL))
+        return invert_cdf(weights_V, uniform(self.seed, self.position, Lane.RESIDUAL, _place(depth, 0)))
 
     def race(self, depth: int, p_V: Tensor) -> int:
         return race(self.seed, self.position + depth, p_V)
 
     def draw(self, depth: int, q_V: Tensor, sibling: int = 0) -> int:
         """A drafter's draw from its own law: a lane of its own, so that q cannot meet the target's coins."""
-        return invert_cdf(q_V, uniform(self.seed, self.position + depth, Lane.DRAFT, sibling))
+        return invert_cdf(q_V, uniform(self.seed, self.position, Lane.DRAFT, _place(depth, sibling)))
+
+
+def _place(depth: int, sibling: int) -> int:
+    return depth << 16 | sibling
 
 
 def race(seed: int, position: int, p_V: Tensor) -> int:

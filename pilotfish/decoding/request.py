@@ -89,13 +89,14 @@ class Step:
     """What one pass did for one request.
 
     kept: offsets, among the rows this request fed, of those whose keys stay in the cache.
-    tokens: what was emitted. num_accepted: how many of them were drafted.
+    tokens: what was emitted, the first ``num_accepted`` of them drafted. pieces: per token the text that became final
+    with it; a last piece without a token is text that had been held back.
     """
 
     request: "Request"
     kept: Sequence[int]
     tokens: tuple[int, ...] = ()
-    text: str = ""
+    pieces: tuple[str, ...] = ()
     num_drafted: int = 0
     num_accepted: int = 0
     finish: FinishReason | None = None
@@ -165,20 +166,20 @@ class Request:
         if verdict is None:
             return Step(self, kept=range(num_trunk))
         run = [*(draft.tokens[node] for node in verdict.path), verdict.token]
-        text, emitted = "", 0
+        pieces: list[str] = []
         for token in run:
             self.tokens.append(token)
-            emitted += 1
-            text += self._read(token)
+            pieces.append(self._read(token))
             if self.finish:
                 break
+        emitted = len(pieces)
         self.logprobs.extend(logprobs[:emitted])
         accepted = min(emitted, len(verdict.path))
         self.stats.count(len(draft), accepted)
         rows = verdict.path[: emitted - 1]  # the last emitted token's row is not in the cache yet, or not needed
         kept = range(num_trunk + len(rows)) if rows == tuple(range(len(rows))) else (
             *range(num_trunk), *(num_trunk + node for node in rows))  # fmt: skip
-        return Step(self, kept, tuple(run[:emitted]), text, len(draft), accepted, self.finish)
+        return Step(self, kept, tuple(run[:emitted]), tuple(pieces), len(draft), accepted, self.finish)
 
     def finish_with(self, reason: FinishReason) -> str:
         """End from outside (abort, error); returns the text that was still held back."""

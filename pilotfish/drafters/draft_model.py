@@ -33,12 +33,14 @@ class DraftModelOptions:
     """Raises OptionError for values out of range."""
 
     model: Any = field(
-        default=None, metadata={"help": "the draft model: a folder, a hub id, or `demo`", "flag": "draft-model"}
+        default=None, metadata={"help": "the draft model: a folder, a hub id, or `demo`", "flag": "draft_model"}
     )
     draft_sample_method: Literal["probabilistic", "greedy"] = field(
         default="probabilistic", metadata={"help": "draw drafts from q, or take its likeliest token"}
     )
-    max_model_len: int | None = field(default=None, metadata={"help": "stop drafting beyond this many tokens"})
+    max_model_len: int | None = field(
+        default=None, metadata={"help": "no drafting beyond this many tokens", "flag": "draft_max_model_len"}
+    )
 
     def __post_init__(self) -> None:
         if self.draft_sample_method not in ("probabilistic", "greedy"):
@@ -124,7 +126,7 @@ class DraftModelDrafter(Drafter):
         """Open or find the request's sequence and make room; None if this request cannot be drafted for now."""
         length = len(request.tokens)
         limit = min(limit, self.context - length)  # the last guess is never fed
-        if limit < 1:
+        if limit < 1 or not self._reads(request):
             return None
         if request.id not in self.cache:
             self.cache.open(request.id, request.tokens)
@@ -136,6 +138,14 @@ class DraftModelDrafter(Drafter):
         drawn = not request.params.greedy and request.rule != "coupled"
         drawn = drawn and self.options.draft_sample_method == "probabilistic"
         return _Run(request, limit, SeededNoise(request.seed, length), drawn)
+
+    def _reads(self, request: Request) -> bool:
+        """Whether the draft model has a row for every id of the text; its table may be shorter than the target's."""
+        num_ids = self.model.info.vocab_size
+        if num_ids >= self.num_target_ids:
+            return True
+        unread = request.tokens[self.cache.length(request.id) if request.id in self.cache else 0 :]
+        return max(unread) < num_ids
 
     def _release_idle(self, wanted: Sequence[Request]) -> None:
         keep = {request.id for request in wanted}

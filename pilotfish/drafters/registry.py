@@ -8,7 +8,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..decoding.draft import MAX_NODES
@@ -102,12 +102,20 @@ def parse(config: Mapping[str, Any] | None) -> Speculation:
     )
 
 
-def all_options() -> dict[str, Any]:
-    """Every option of every method, by name: for generating flags. Fields of dataclasses."""
-    found = {f.name: f for f in fields(CommonOptions)}
+def known_to(method: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a config that a method has options for: where one set of flags serves several methods."""
+    names = {f.name for f in (*fields(CommonOptions), *fields(drafter_class(method).Options))}
+    return {key: value for key, value in _resolve_aliases(dict(config)).items() if key in names}
+
+
+def keywords() -> dict[str, str]:
+    """Every option of every method, as a keyword argument or flag: {its name there: its key in a config}.
+
+    They differ where a name alone would be misread: ``draft_model`` is the config's ``model``.
+    """
+    found = {f.name: f.name for f in fields(CommonOptions)}
     for method in methods():
-        found |= {f.name: f for f in fields(drafter_class(method).Options)}
-    assert all(f.default is not MISSING for f in found.values()), "options have defaults"
+        found |= {f.metadata.get("flag", f.name): f.name for f in fields(drafter_class(method).Options)}
     return found
 
 

@@ -31,15 +31,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one step did for one request. text: what became final. num_accepted: emitted tokens that were drafted
-    (the first ones). finish: set on a request's last event."""
+    """What one step did for one request; fields as in `Step`. finish: set on a request's last event."""
 
     request: Request
     tokens: tuple[int, ...] = ()
-    text: str = ""
+    pieces: tuple[str, ...] = ()
     num_drafted: int = 0
     num_accepted: int = 0
     finish: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        """What became final with this step."""
+        return "".join(self.pieces)
 
 
 class Engine:
@@ -123,7 +127,7 @@ class Engine:
         """End a request now; its pages are free at once. Aborting a finished one does nothing."""
         text = request.finish_with(reason)
         self._forget(request)
-        return Event(request, text=text, finish=request.finish)
+        return Event(request, pieces=(text,), finish=request.finish)
 
     @property
     def has_work(self) -> bool:
@@ -188,7 +192,7 @@ class Engine:
             log.error("%s", judgement)
             request.error = str(judgement)
             text = request.finish_with(FinishReason.ERROR)
-            return Step(request, kept=range(0), text=text, finish=request.finish)
+            return Step(request, kept=range(0), pieces=(text,), finish=request.finish)
         verdict: Verdict | None
         verdict, logprobs = judgement if judgement is not None else (None, [])
         return request.advance(entry.num_trunk, draft, verdict, logprobs)
@@ -196,7 +200,7 @@ class Engine:
     def _report(self, step: Step) -> Event:
         if step.finish:
             self._forget(step.request)
-        return Event(step.request, step.tokens, step.text, step.num_drafted, step.num_accepted, step.finish)
+        return Event(step.request, step.tokens, step.pieces, step.num_drafted, step.num_accepted, step.finish)
 
     # -- small helpers -------------------------------------------------------------------------------------------
 

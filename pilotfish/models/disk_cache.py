@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import filelock
 
-from pilotfish.errors import ModelError
+from ..errors import ModelError
 
 RECORD = "checksums.json"
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pilotfish.errors import ModelError, PromptError
+from ..errors import ModelError, PromptError
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedTokenizerBase

@@ -1,0 +1,56 @@
+"""What a bench run can be asked for. Frozen; the command line is generated from the fields."""
+
+from dataclasses import dataclass, field
+
+from ..decoding.draft import MAX_NODES
+from ..errors import OptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Raises OptionError for values out of range."""
+
+    prompts: str | None = field(default=None, metadata={"help": "JSONL with turns or prompt; our own few if unset"})
+    limit: int | None = field(default=None, metadata={"help": "take this many prompts, spread over the categories"})
+    repeats: int = field(default=3, metadata={"help": "how often each prompt is measured with each method"})
+    concurrency: int = field(default=1, metadata={"help": "prompts of one category that run as one batch"})
+    max_tokens: int = field(default=96, metadata={"help": "new tokens per prompt"})
+    temperature: float = field(default=0.0, metadata={"help": "0 is greedy"})
+    seed: int | None = field(
+        default=None, metadata={"help": "fixes sampled texts, so that they can be compared with plain decoding's"}
+    )
+    num_speculative_tokens: str | None = field(
+        default=None, metadata={"help": "K, or several as 2,4,8, each measured; the methods' own if unset"}
+    )
+    ignore_eos: bool = field(default=False, metadata={"help": "go on after the end of text, for equal lengths"})
+    plot: str | None = field(default=None, metadata={"help": "also draw the results into this PNG file"})
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "repeats", "concurrency", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise OptionError(f"{name} must be a whole number, 1 or more, not {value!r}")
+        if self.max_tokens < 2:
+            raise OptionError("max_tokens must be 2 or more: decoding is timed from the first token to the last")
+        self.num_drafted  # noqa: B018 -- raises if it cannot be read
+
+    @property
+    def num_drafted(self) -> tuple[int, ...]:
+        """The values of K to measure, in the order given; empty: each method's own."""
+        if self.num_speculative_tokens is None:
+            return ()
+        try:
+            values = [int(part) for part in str(self.num_speculative_tokens).split(",")]
+        except ValueError:
+            values = []
+        if not values or not all(0 <= k <= MAX_NODES for k in values):
+            raise OptionError(
+                f"num_speculative_tokens must be numbers from 0 to {MAX_NODES} with commas between them, "
+                f"not {self.num_speculative_tokens!r}"
+            )
+        return tuple(dict.fromkeys(values))
+
+    @property
+    def comparable(self) -> bool:
+        """Whether a method's text must be plain decoding's own, token by token."""
+        return self.temperature == 0 or self.seed is not None

@@ -1,0 +1,201 @@
+"""The command line: generate, chat, inspect, bench, verify, demo. Flags come from the option dataclasses.
+
+It does not know how anything is done. The one trick: every error a user can mend leaves through one door, as one
+line that names the value and the way out, with exit status 2.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from . import flags
+from .decoding.sampling import SamplingParams
+from .drafters import registry
+from .engine.options import EngineOptions
+from .errors import OptionError, PilotfishError, UserError
+from .models.load import LoadOptions
+
+_SAMPLING_DEFAULTS = {"temperature": 0.0}  # at the prompt people expect the same answer twice
+
+
+class _Commands(click.Group):
+    """Turns our errors into one line and an exit status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            click.echo(f"pilotfish: {error}", err=True)
+            ctx.exit(2)
+        except PilotfishError as error:
+            click.echo(f"pilotfish: {error}", err=True)
+            ctx.exit(1)
+        except BrokenPipeError:  # the reader of our output left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(141)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="pilotfish")
+def main() -> None:
+    """Lossless speculative decoding: the target model's own text, several tokens per pass."""
+
+
+def _model_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    command = flags.from_fields(LoadOptions, EngineOptions)(command)
+    return click.option("-m", "--model", default="demo", show_default=True, help="folder, hub id, GGUF file, or demo")(
+        command
+    )
+
+
+def _drafting_flags(several: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """--method, --draft-model, and every option of every method."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        kinds: list[type] = [
+            registry.CommonOptions,
+            *(registry.drafter_class(name).Options for name in registry.methods()),
+        ]
+        command = flags.from_fields(*kinds)(command)
+        again = "; may be given several times" if several else ""
+        command = click.option(
+            "--method", multiple=several, help=f"how to draft: {', '.join(registry.methods())}{again}"
+        )(command)
+        return click.option(
+            "--speculative-config", metavar="JSON", help="vLLM's JSON, or @FILE; the flags below are short forms"
+        )(command)
+
+    return decorate
+
+
+def _sampling_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    command = flags.from_fields(SamplingParams, default=_SAMPLING_DEFAULTS)(command)
+    command = click.option("--stop", multiple=True, help="end the text before this string; may be given several times")(
+        command
+    )
+    return click.option("--stop-token-ids", multiple=True, type=int, help="end the text after this token id")(command)
+
+
+@main.command()
+@click.argument("prompt", required=False)
+@click.option("-f", "--file", type=click.File("r", encoding="utf-8"), help="read the prompt from a file (- is stdin)")
+@click.option("--raw", is_flag=True, help="do not put the prompt into the model's chat format")
+@click.option("--reference", type=click.File("r", encoding="utf-8"), help="a text the answer will resemble")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object instead of the text")
+@_model_flags
+@_drafting_flags()
+@_sampling_flags
+def generate(
+    prompt: str | None, file: Any, raw: bool, reference: Any, as_json: bool, model: str, **values: Any
+) -> None:
+    """Complete PROMPT, streaming. On a terminal, drafted and accepted tokens are coloured."""
+    if (prompt is None) == (file is None):
+        raise OptionError("give either PROMPT or --file")
+    text = prompt if file is None else file.read()
+    params = _params(values)
+    llm = _llm(model, values)
+    ids = text
+    if not raw and llm.tokenizer is not None and llm.tokenizer.hf.chat_template:
+        ids = llm.chat_prompt([{"role": "user", "content": text}])
+    hint = reference.read() if reference else None
+    if as_json or params.n > 1:
+        _print_json(llm, ids, params, hint)
+        return
+    from .terminal import show
+
+    interrupted = show(llm.stream(ids, params, reference=hint))
+    if interrupted:
+        raise SystemExit(130)
+
+
+@main.command()
+@click.option("--system", help="a system message")
+@_model_flags
+@_drafting_flags()
+@_sampling_flags
+def chat(system: str | None, model: str, **values: Any) -> None:
+    """Talk to the model; an empty line or Ctrl-D ends it, Ctrl-C cuts an answer short."""
+    from .terminal import show
+
+    params = _params(values)
+    llm = _llm(model, values)
+    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    for line in _lines():
+        messages.append({"role": "user", "content": line})
+        pieces: list[str] = []
+        show(llm.stream(llm.chat_prompt(messages), params), pieces)
+        messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+@main.command()
+@click.argument("model", default="demo")
+@_drafting_flags()
+@flags.from_fields(LoadOptions, EngineOptions)
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+def inspect(model: str, as_json: bool, **values: Any) -> None:
+    """Architecture and memory of MODEL, what can draft for it, and why not."""
+    from .inspection import inspect as look
+
+    facts = look(model, flags.pick(LoadOptions, values), flags.pick(EngineOptions, values), _drafting(values))
+    if as_json:
+        click.echo(json.dumps(asdict(facts)))
+    else:
+        facts.show()
+
+
+@main.command()
+@_model_flags
+@click.option("--max-tokens", default=96, show_default=True, help="new tokens of each run")
+def demo(model: str, max_tokens: int, **values: Any) -> None:
+    """Generate with and without drafting, side by side: both speeds, acceptance, and whether the texts agree."""
+    from .terminal import side_by_side
+
+    if not side_by_side(model, max_tokens, flags.given(values)):
+        raise SystemExit(1)
+
+
+def _llm(model: str, values: Mapping[str, Any]) -> Any:
+    from .llm import LLM
+
+    load, engine = flags.pick(LoadOptions, values), flags.pick(EngineOptions, values)
+    llm = LLM(model, speculative_config=_drafting(values), **asdict(load), **asdict(engine))
+    click.echo(llm.describe(), err=True)
+    return llm
+
+
+def _drafting(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The speculative config: the JSON, then the short flags."""
+    config = flags.read_json(values["speculative_config"]) if values.get("speculative_config") else {}
+    for parameter, name in ({"method": "method"} | registry.keywords()).items():
+        value = values.get(parameter)
+        if value is not None and value != ():
+            if name in config:
+                raise OptionError(f"{name} is given twice, in --speculative-config and as a flag")
+            config[name] = value
+    return config
+
+
+def _params(values: Mapping[str, Any]) -> SamplingParams:
+    return flags.pick(SamplingParams, values, **_SAMPLING_DEFAULTS)
+
+
+def _print_json(llm: Any, prompt: Any, params: SamplingParams, reference: str | None) -> None:
+    completions = llm.generate([prompt], params, references=None if reference is None else [reference])
+    for one in completions:
+        click.echo(json.dumps(asdict(one), ensure_ascii=False))
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not line:
+            return
+        yield line

@@ -1,0 +1,89 @@
+"""Check and Report: what was looked at and what came out, as a table for people and a line of JSON for programs."""
+
+import json
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check. passed compares ``statistic`` with ``threshold`` in the sense that ``detail`` tells.
+
+    meaning: what it would mean if this check failed.
+    """
+
+    name: str
+    passed: bool
+    statistic: float
+    threshold: float
+    detail: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The verdict. target and method: as in the start-up line. num_near_ties: divergences that rounding explains."""
+
+    target: str
+    method: str
+    checks: tuple[Check, ...]
+    num_near_ties: int = 0
+    seconds: float = 0.0
+
+    @property
+    def lossless(self) -> bool:
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    @property
+    def verdict(self) -> str:
+        """One or more sentences."""
+        if self.lossless:
+            ties = "" if not self.num_near_ties else (
+                f" {self.num_near_ties} differences are near-ties: two tokens whose scores differ by less than the "
+                "rounding of this number format, which depends on the shape of a pass.")  # fmt: skip
+            return f"lossless: all {len(self.checks)} checks passed.{ties}"
+        failed = [check for check in self.checks if not check.passed]
+        lines = [f"NOT proven lossless: {len(failed)} of {len(self.checks)} checks failed."]
+        return "\n".join([*lines, *(f"  {check.name}: {check.meaning} ({check.detail})" for check in failed)])
+
+    def as_json(self) -> str:
+        """One line."""
+        checks = [
+            {
+                "name": check.name,
+                "passed": check.passed,
+                "statistic": check.statistic,
+                "threshold": check.threshold,
+                "detail": check.detail,
+            }
+            for check in self.checks
+        ]
+        return json.dumps(
+            {
+                "lossless": self.lossless,
+                "target": self.target,
+                "method": self.method,
+                "num_near_ties": self.num_near_ties,
+                "seconds": round(self.seconds, 1),
+                "checks": checks,
+            }
+        )
+
+
+def print_report(report: Report) -> None:
+    """A table, the verdict in words, and as the last line of stdout the JSON."""
+    console = Console()
+    table = Table(title=f"{report.target} | {report.method}", title_justify="left")
+    table.add_column("check")
+    table.add_column("passed")
+    table.add_column("statistic", justify="right")
+    table.add_column("threshold", justify="right")
+    table.add_column("detail", overflow="fold")
+    for check in report.checks:
+        mark = "[green]yes[/]" if check.passed else "[bold red]NO[/]"
+        table.add_row(check.name, mark, f"{check.statistic:.3g}", f"{check.threshold:.3g}", check.detail)
+    console.print(table)
+    console.print(report.verdict, markup=False, highlight=False, style="green" if report.lossless else "bold red")
+    print(report.as_json(), flush=True)

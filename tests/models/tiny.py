@@ -1,0 +1,91 @@
+"""Tiny models of real architectures: transformers' own code, random weights, float64, made in milliseconds.
+
+Nothing is downloaded and nothing global is touched: weights depend on ``seed`` alone. They are large enough that the
+argmax depends on the whole context. Unless asked for, no token ends a text (``eos_token_id=...`` changes that).
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 64
+CONTEXT = 128
+
+_LLAMA_SHAPED: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": CONTEXT,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,  # tied random embeddings make a model repeat its last token
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_WITHOUT_GROUPS = {k: v for k, v in _LLAMA_SHAPED.items() if k not in ("num_key_value_heads", "head_dim")}
+_GPT2_SHAPED: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "n_positions": CONTEXT,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_OWN: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 1.0},
+    "gemma2": {"sliding_window": 6, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"sliding_window": 6, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 8},
+    "gpt_oss": {
+        "experts_implementation": "eager",  # the default one has no float64
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "sliding_window": 6,
+        "layer_types": _ALTERNATING,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "mistral": {"sliding_window": 6},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+}
+
+
+def tiny_model(
+    kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: Any
+) -> PreTrainedModel:
+    """A causal LM of this ``model_type`` with a vocabulary of 64 and a context of 128 tokens.
+
+    overrides: fields of its config. seed: other seeds give unrelated weights.
+    """
+    return build(AutoConfig.for_model(kind, **_fields(kind) | overrides), seed=seed, dtype=dtype)
+
+
+def build(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A causal LM of this config with random weights."""
+    with torch.random.fork_rng(devices=[]):  # initialising draws from the global generator
+        model = AutoModelForCausalLM.from_config(config)
+    model = model.double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            weight.data.normal_(0, 0.1, generator=generator)
+        elif weight.dim() > 1:
+            weight.data.normal_(0, 1.0 if id(weight) in tables else 0.3, generator=generator)
+        else:  # norms
+            weight.data.uniform_(0.5, 1.5, generator=generator)
+    return model.to(dtype)
+
+
+def _fields(kind: str) -> dict[str, Any]:
+    if kind == "gpt2":
+        return dict(_GPT2_SHAPED)
+    base = _WITHOUT_GROUPS if kind in ("gpt_neox", "opt") else _LLAMA_SHAPED
+    return base | _OWN.get(kind, {})
