@@ -44,9 +44,8 @@ def show(chunks: Iterator[Chunk], pieces: list[str] | None = None) -> bool:
             sys.stdout.flush()
             completion = chunk.completion or completion
     except KeyboardInterrupt:
-        pass
-    finally:
-        click.echo()
+        pass  # what is there is shown, with its finish reason
+    click.echo()
     seconds = time.perf_counter() - (first or started)
     click.echo(_summary(completion, num_tokens, seconds), err=True)
     return completion is None

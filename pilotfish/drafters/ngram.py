@@ -18,21 +18,37 @@ from ..errors import OptionError
 from .base import Drafter, Setting
 
 
+LONGEST, SHORTEST = 4, 2
+
+
 @dataclass(frozen=True, slots=True)
 class NgramOptions:
-    """Raises OptionError for bounds that make no sense."""
+    """A bound that is not given follows the other. Raises OptionError for bounds that make no sense."""
 
-    prompt_lookup_max: int = field(default=4, metadata={"help": "longest n-gram looked up"})
-    prompt_lookup_min: int = field(default=2, metadata={"help": "shortest n-gram looked up"})
+    prompt_lookup_max: int | None = field(
+        default=None, metadata={"help": f"longest n-gram looked up, {LONGEST} if unset"}
+    )
+    prompt_lookup_min: int | None = field(
+        default=None, metadata={"help": f"shortest n-gram looked up, {SHORTEST} if unset"}
+    )
 
     def __post_init__(self) -> None:
-        if self.prompt_lookup_min < 1:
-            raise OptionError(f"prompt_lookup_min must be 1 or more, not {self.prompt_lookup_min}")
-        if self.prompt_lookup_max < self.prompt_lookup_min:
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise OptionError(f"{name} must be a whole number from 1, not {value!r}")
+        if self.longest < self.shortest:
             raise OptionError(
-                f"prompt_lookup_max ({self.prompt_lookup_max}) must not be below prompt_lookup_min "
-                f"({self.prompt_lookup_min})"
+                f"prompt_lookup_max ({self.longest}) must not be below prompt_lookup_min ({self.shortest})"
             )
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_lookup_max or max(LONGEST, self.prompt_lookup_min or 0)
+
+    @property
+    def shortest(self) -> int:
+        return self.prompt_lookup_min or min(SHORTEST, self.longest)
 
 
 class _Index:
@@ -76,10 +92,10 @@ class NgramDrafter(Drafter):
         self._reference.pop(request.id, None)
 
     def describe(self) -> str:
-        return f"n-grams of {self.options.prompt_lookup_max} down to {self.options.prompt_lookup_min} tokens"
+        return f"n-grams of {self.options.longest} down to {self.options.shortest} tokens"
 
     def _propose(self, request: Request, limit: int) -> Draft:
-        low, high = self.options.prompt_lookup_min, self.options.prompt_lookup_max
+        low, high = self.options.shortest, self.options.longest
         own = self._own.setdefault(request.id, _Index(low, high))
         own.extend(request.tokens)
         sources: list[tuple[_Index, Sequence[int]]] = [(own, request.tokens)]
