@@ -71,6 +71,21 @@ def read_json(text: str) -> dict[str, Any]:
     return value
 
 
+class _NumberOr(click.ParamType):
+    """A whole number, or one of a few words."""
+
+    def __init__(self, words: list[str]):
+        self.words, self.name = words, "|".join(["integer", *words])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, int) or value in self.words:
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number or {' or '.join(self.words)}", param, ctx)
+
+
 def _option(spec: "dataclasses.Field[Any]", hint: Any, shown: object) -> Callable[[Command], Command]:
     name = str(spec.metadata.get("flag", spec.name))
     flag = name.replace("_", "-")
@@ -86,6 +101,9 @@ def _option(spec: "dataclasses.Field[Any]", hint: Any, shown: object) -> Callabl
 def _type_of(hint: Any) -> tuple[Any, bool]:
     """(click type, whether it may be given several times) of a field's annotation."""
     if get_origin(hint) in (Union, types.UnionType):
+        words = [value for arm in get_args(hint) if get_origin(arm) is Literal for value in get_args(arm)]
+        if words:
+            return _NumberOr(words), False
         hint = next(arm for arm in get_args(hint) if arm is not type(None))
     if get_origin(hint) is Literal:
         return click.Choice([str(value) for value in get_args(hint)]), False

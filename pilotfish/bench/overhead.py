@@ -109,7 +109,7 @@ def median_step_ms(
     options = EngineOptions(max_model_len=num_steps * (NUM_DRAFTED + 2) + 1024, max_num_seqs=1)
     engine = Engine(target, build_drafter, options, num_speculative_tokens=NUM_DRAFTED)
     engine.add(list(range(1, 33)), params)
-    times = []
+    times: list[float] = []
     while engine.has_work and len(times) < num_steps + num_warmup:
         passes, start = target.seconds, time.perf_counter()
         engine.step()

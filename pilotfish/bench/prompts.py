@@ -35,7 +35,9 @@ class BenchPrompt:
         if not isinstance(self.content, str):
             return list(self.content)
         if tokenizer is None:
-            raise PromptError(f"{self.name} is text and this model has no tokenizer: give prompts as lists of token ids")
+            raise PromptError(
+                f"{self.name} is text and this model has no tokenizer: give prompts as lists of token ids"
+            )
         if self.chat and tokenizer.hf.chat_template is not None:
             return tokenizer.chat([{"role": "user", "content": self.content}])
         return tokenizer.encode(self.content)
@@ -65,7 +67,13 @@ def _read_file(path: Path) -> list[BenchPrompt]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise PromptError(f"prompts cannot be read from {path}: {error.strerror}") from error
-    prompts = [_read_line(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                prompts.append(_read_line(line, f"line {number}"))
+        except PromptError as error:
+            raise PromptError(f"{path}, {error}") from error.__cause__
     if not prompts:
         raise PromptError(f"{path} has no prompts: it must have a JSON object on each line")
     return prompts
@@ -106,26 +114,26 @@ def _samples() -> list[BenchPrompt]:
     ]
 
 
-_FUNCTION = '''def average_rating(reviews):
+_FUNCTION = """def average_rating(reviews):
     total = 0
     count = 0
     for review in reviews:
         if review["rating"] is not None:
             total = total + review["rating"]
             count = count + 1
-    return total / count'''
+    return total / count"""
 
-_LIGHTHOUSE = """The lighthouse at Cape Morrow was built in 1871, after two grain ships ran aground within a month. For its
-first forty years it burned whale oil, then kerosene, and three keepers lived beside it with their families. In 1912 the
-lamp was electrified and the crew was cut to one. The last keeper, Ada Finch, left in 1968, when a timer took over her
-work. Today the tower is a museum run by volunteers. Last year it had nineteen thousand visitors, most of them in July
-and August, and the money they brought paid for a new copper roof."""
+_LIGHTHOUSE = """The lighthouse at Cape Morrow was built in 1871, after two grain ships ran aground within a month.
+For its first forty years it burned whale oil, then kerosene, and three keepers lived beside it with their families.
+In 1912 the lamp was electrified and the crew was cut to one. The last keeper, Ada Finch, left in 1968, when a timer
+took over her work. Today the tower is a museum run by volunteers. Last year it had nineteen thousand visitors, most
+of them in July and August, and the money they brought paid for a new copper roof."""
 
-_LIBRARY = """From October the town library will open on Sundays, from noon until five. The change follows a survey in which
-six hundred readers took part; two thirds asked for longer hours, and most of them named Sunday. To pay for the staff the
-library will close on Tuesday mornings, which are the quietest hours of the week. The children's room gets a second
-reading hour on Sunday at three. The council will look at the numbers in spring and then decide whether the new hours
-stay."""
+_LIBRARY = """From October the town library will open on Sundays, from noon until five. The change follows a survey in
+which six hundred readers took part; two thirds asked for longer hours, and most of them named Sunday. To pay for the
+staff the library will close on Tuesday mornings, which are the quietest hours of the week. The children's room gets a
+second reading hour on Sunday at three. The council will look at the numbers in spring and then decide whether the new
+hours stay."""
 
 # Ours, written for this file. Summaries and edits repeat their input, which drafters that copy like; maths does not.
 _SAMPLES = {
@@ -150,8 +158,8 @@ _SAMPLES = {
         "What is the difference between weather and climate? Give an example of each.",
     ),
     "edit": (
-        f"Rename the variable count to num_rated in this function, and return 0 if there are none. Reply with the whole "
-        f"function.\n\n{_FUNCTION}",
+        f"Rename the variable count to num_rated in this function, and return 0 if there are none. Reply with the "
+        f"whole function.\n\n{_FUNCTION}",
         f"Rewrite this text in the present tense and change nothing else.\n\n{_LIBRARY}",
     ),
 }

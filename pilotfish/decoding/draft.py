@@ -7,7 +7,7 @@ The one trick: an empty draft is plain decoding, so nothing else in the package 
                  └── 2                    parents (-1, 0, -1, 1)
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,11 +24,14 @@ class Draft:
     parents: one index per node, smaller than the node's own.
     probs: [n, V], the law each token was really drawn from, over the target's ids; for a later sibling that is the
         law with the earlier siblings taken out. None: the tokens were not drawn but chosen (a point mass each).
+    kind: what sort of guess this is (how long a match, which member of a list), for acceptance to be counted by. For
+        drawn tokens it must be known before drawing.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     probs: Tensor | None = None
+    kind: Hashable = None
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) <= MAX_NODES, (len(self.tokens), len(self.parents))
@@ -62,12 +65,12 @@ class Draft:
         """The first n nodes. A cut by position is exact for drawn tokens too: it never looks at what was drawn."""
         if n >= len(self):
             return self
-        return Draft(self.tokens[:n], self.parents[:n], None if self.probs is None else self.probs[:n])
+        return Draft(self.tokens[:n], self.parents[:n], None if self.probs is None else self.probs[:n], self.kind)
 
 
-def chain(tokens: Sequence[int], probs: Tensor | None = None) -> Draft:
+def chain(tokens: Sequence[int], probs: Tensor | None = None, kind: Hashable = None) -> Draft:
     """A draft without branches."""
-    return Draft(tuple(tokens), _chain_parents(len(tokens)), probs)
+    return Draft(tuple(tokens), _chain_parents(len(tokens)), probs, kind)
 
 
 @lru_cache(maxsize=4096)

@@ -17,7 +17,6 @@ from ..decoding.request import Request
 from ..errors import OptionError
 from .base import Drafter, Setting
 
-
 LONGEST, SHORTEST = 4, 2
 
 
@@ -109,7 +108,7 @@ class NgramDrafter(Drafter):
             for index, text in sources:
                 place = index.find(request.tokens, n)
                 if place is not None:
-                    return chain(_copy(text, place, limit, endless=text is request.tokens))
+                    return chain(_copy(text, place, limit, endless=text is request.tokens), kind=n)
         return EMPTY
 
 

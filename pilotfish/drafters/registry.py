@@ -9,7 +9,7 @@ import inspect
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from ..decoding.draft import MAX_NODES
 from ..decoding.verify import Rule
@@ -32,13 +32,15 @@ _RULES: dict[str, Rule] = {"standard": "rejection", "rejection": "rejection", "b
 class CommonOptions:
     """What every method has. Raises OptionError for values out of range."""
 
-    num_speculative_tokens: int = field(default=5, metadata={"help": f"most drafted tokens a step, 0 to {MAX_NODES}"})
+    num_speculative_tokens: int | Literal["auto"] = field(
+        default=5, metadata={"help": f"most drafted tokens a step, 0 to {MAX_NODES}, or auto: as many as pay"}
+    )
     rejection_sample_method: str = field(default="standard", metadata={"help": "standard or block; both are exact"})
 
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
-        if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MAX_NODES:
-            raise OptionError(f"num_speculative_tokens must be a whole number from 0 to {MAX_NODES}, not {k!r}")
+        if k != "auto" and (isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MAX_NODES):
+            raise OptionError(f"num_speculative_tokens must be a whole number from 0 to {MAX_NODES} or auto, not {k!r}")
         if self.rejection_sample_method not in _RULES:
             raise unknown_name("rejection_sample_method", str(self.rejection_sample_method), _RULES)
 

@@ -6,8 +6,10 @@ commit, report; every feature enters through a noun that the loop already has.
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from ..errors import OptionError, PilotfishError, PromptError
 from ..models.base import CausalLM
 from ..models.tokenizer import Tokenizer
 from ..paged.batch import lay_out
+from .controller import Adaptive, Controller, Fixed
+from .costs import measured
 from .judge import Judgement, judge
 from .memory import size_pool
 from .options import EngineOptions
@@ -49,7 +53,9 @@ class Event:
 class Engine:
     """Continuous batching over one target, one cache and one drafter.
 
-    rule: for requests without a seed; those with one use ``coupled``. num_speculative_tokens: most nodes a draft.
+    rule: for requests without a seed; those with one use ``coupled``. num_speculative_tokens: most nodes a draft,
+    or "auto": as many as pay, from measured costs and acceptance.
+    entropy: where a request without a seed gets the noise it is decided by; the system's, unless runs must repeat.
     """
 
     def __init__(
@@ -60,15 +66,19 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         rule: Rule = "rejection",
-        num_speculative_tokens: int = 5,
+        num_speculative_tokens: int | Literal["auto"] = 5,
+        entropy: Callable[[], int] = lambda: secrets.randbits(63),
     ):
         options = options or EngineOptions()
         self.target, self.options, self.tokenizer, self.rule = target, options, tokenizer, rule
-        self.num_speculative_tokens = num_speculative_tokens
+        self.num_speculative_tokens, self.entropy = num_speculative_tokens, entropy
         self.max_length = min(options.max_model_len or target.info.context, target.info.context)
         self.cache = target.new_cache(size_pool(target.info, options, self.max_length), options.block_size)
         self.cache.prefix_sharing = options.enable_prefix_caching
-        self.scheduler = Scheduler(self.cache, options, lambda _request: self.num_speculative_tokens)
+        self.controller: Controller = (
+            Adaptive(measured(target)) if num_speculative_tokens == "auto" else Fixed(num_speculative_tokens)
+        )
+        self.scheduler = Scheduler(self.cache, options, self.controller.limits)
         self.drafter = build_drafter(
             Setting(
                 target=target.info,
@@ -101,7 +111,7 @@ class Engine:
         Raises PromptError for an empty or too long prompt, CapacityError if the page pool cannot hold it.
         """
         self._check_prompt(prompt, params, text_stream)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = self.entropy() if params.seed is None else params.seed
         requests = []
         for choice in range(params.n):
             self._next_id += 1
@@ -143,32 +153,38 @@ class Engine:
         drafts = self._draft(plan)
         feeds = [entry.feed(draft) for entry, draft in zip(plan.entries, drafts, strict=True)]
         batch = lay_out(feeds, self.cache, self.target.info.device)
+        started = time.perf_counter()
         output = self.target.forward(batch, self.cache, taps=self.drafter.taps)
         ready = [(entry.request, draft) for entry, draft in zip(plan.entries, drafts, strict=True) if entry.caught_up]
         judgements = iter(judge([r for r, _ in ready], [d for _, d in ready], output.logits_NV))
+        self.controller.spent(batch.num_rows, time.perf_counter() - started)
         steps = [
             self._advance(entry, draft, next(judgements) if entry.caught_up else None)
             for entry, draft in zip(plan.entries, drafts, strict=True)
         ]
         for step in steps:
             self.cache.commit(step.request.id, step.kept, step.request.tokens)
+        self.controller.learn(steps, drafts)
         self._observe(steps, output.taps)
         return [self._report(step) for step in steps]
 
     def _draft(self, plan: Plan) -> list[Draft]:
         """Ask the drafter. Whatever goes wrong there costs speed, never a request, and is logged."""
         wanted = plan.drafting
-        drafts: dict[str, Draft] = {}
-        if wanted:
-            try:
-                proposed = self.drafter.propose([e.request for e in wanted], [e.limit for e in wanted])
-                for entry, draft in zip(wanted, proposed, strict=True):
-                    drafts[entry.request.id] = self._admissible(draft, entry.limit)
-            except Exception:
-                self.num_failed_drafts += 1
-                drafts = {}
-                log.exception("the drafter failed; this step decodes plainly (%d so far)", self.num_failed_drafts)
-        return [drafts.get(entry.request.id, EMPTY) for entry in plan.entries]
+        if not wanted:
+            return [EMPTY] * len(plan.entries)
+        requests = [entry.request for entry in wanted]
+        started = time.perf_counter()
+        try:
+            proposed = self.drafter.propose(requests, [entry.limit for entry in wanted])
+            proposed = [self._admissible(draft, entry.limit) for draft, entry in zip(proposed, wanted, strict=True)]
+        except Exception:
+            self.num_failed_drafts += 1
+            log.exception("the drafter failed; this step decodes plainly (%d so far)", self.num_failed_drafts)
+            return [EMPTY] * len(plan.entries)
+        self.controller.drafted(requests, proposed, time.perf_counter() - started)
+        by_id = dict(zip([request.id for request in requests], self.controller.cut(requests, proposed), strict=True))
+        return [by_id.get(entry.request.id, EMPTY) for entry in plan.entries]
 
     def _observe(self, steps: Sequence[Step], taps: Mapping[int, Tensor]) -> None:
         try:
@@ -206,6 +222,7 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         self.scheduler.remove(request)
+        self.controller.release(request)
         self.drafter.release(request)
 
     def _check_prompt(self, prompt: Sequence[int], params: SamplingParams, text_stream: object) -> None:

@@ -53,10 +53,10 @@ class Plan:
 
 
 class Scheduler:
-    """limit_of(request) is the most nodes wanted for a request now; the scheduler may grant fewer, down to 0."""
+    """limits_of(requests) are the most nodes wanted for each now; the scheduler may grant fewer, down to 0."""
 
-    def __init__(self, cache: KVCache, options: EngineOptions, limit_of: Callable[[Request], int]):
-        self.cache, self.options, self.limit_of = cache, options, limit_of
+    def __init__(self, cache: KVCache, options: EngineOptions, limits_of: Callable[[Sequence[Request]], Sequence[int]]):
+        self.cache, self.options, self.limits_of = cache, options, limits_of
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -87,10 +87,11 @@ class Scheduler:
         """Decide the next pass and reserve its pages."""
         plan, budget = Plan(), self.options.max_num_batched_tokens
         preemptions = self.num_preemptions
-        for request in list(self.running):
+        running = list(self.running)
+        for request, wanted in zip(running, self.limits_of(running) if running else (), strict=True):
             if budget <= 0:
                 break
-            if request in self.running and (entry := self._grant(request, budget)):  # else just preempted
+            if request in self.running and (entry := self._grant(request, budget, wanted)):  # else just preempted
                 plan.entries.append(entry)
                 budget -= entry.num_trunk + entry.limit
         while budget > 0 and self.num_preemptions == preemptions and (entry := self._admit(budget)):
@@ -98,12 +99,12 @@ class Scheduler:
             budget -= entry.num_trunk + entry.limit
         return plan
 
-    def _grant(self, request: Request, budget: int) -> Entry | None:
+    def _grant(self, request: Request, budget: int, wanted: int) -> Entry | None:
         past = self.cache.length(request.id)
         num_trunk = min(len(request.tokens) - past, budget)
         limit = 0
         if past + num_trunk == len(request.tokens):
-            limit = max(0, min(self.limit_of(request), request.room - 1, budget - num_trunk))
+            limit = max(0, min(wanted, request.room - 1, budget - num_trunk))
         while not self.cache.reserve(request.id, num_trunk + limit):
             if limit:
                 limit = 0
@@ -125,7 +126,8 @@ class Scheduler:
             return None
         self.waiting.popleft()
         self.running.append(request)
-        return self._grant(request, budget)
+        (wanted,) = self.limits_of([request])
+        return self._grant(request, budget, wanted)
 
     def _preempt(self, request: Request) -> None:
         self.cache.release(request.id)

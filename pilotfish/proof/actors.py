@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..decoding.draft import Draft, chain
+from ..decoding.draft import EMPTY, Draft, chain
 from ..decoding.request import Request, Step
 from ..drafters.base import Drafter
 from ..models.base import CausalLM, ModelOutput
@@ -22,22 +22,25 @@ _BUMP = 1.0  # and how far it moves single tokens up and down
 
 
 class Witness(Drafter):
-    """Any drafter, its latest drafts kept. latest: by request id."""
+    """Any drafter, its latest drafts kept until they are taken."""
 
     def __init__(self, drafter: Drafter):
         self.drafter, self.taps = drafter, drafter.taps
-        self.latest: dict[str, Draft] = {}
+        self._latest: dict[str, Draft] = {}
+
+    def take(self, request: Request) -> Draft:
+        """What was last proposed for this request, before the engine cut it; empty if nothing was."""
+        return self._latest.pop(request.id, EMPTY)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         drafts = self.drafter.propose(requests, limits)
-        self.latest |= {request.id: draft for request, draft in zip(requests, drafts, strict=True)}
+        self._latest |= {request.id: draft for request, draft in zip(requests, drafts, strict=True)}
         return drafts
 
     def observe(self, steps: Sequence[Step], taps: Mapping[int, Tensor]) -> None:
         self.drafter.observe(steps, taps)
 
     def release(self, request: Request) -> None:
-        self.latest.pop(request.id, None)
         self.drafter.release(request)
 
 

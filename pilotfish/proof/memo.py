@@ -61,6 +61,13 @@ class MemoLM:
             self._compute({name}, ())
         return self._logits[name]
 
+    def read(self, path: Sequence[int], num_wanted: int) -> None:
+        """Remember the logits after the last ``num_wanted`` tokens of a path, in one pass."""
+        names = [ROOT]
+        for token in path:
+            names.append(self._child(names[-1], token))
+        self._compute({name for name in names[-num_wanted:] if name not in self._logits}, ())
+
     def _name_rows(self, span: Span, cache: KVCache) -> list[int]:
         """The names of a span's rows, which are written to their slots as a model would write keys."""
         feed = span.feed

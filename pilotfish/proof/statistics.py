@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -32,10 +33,10 @@ class Fit:
 class Tally:
     """Counts of outcomes by condition, with the law of each condition."""
 
-    laws: dict[Hashable, Mapping[Hashable, float]] = field(default_factory=dict)
+    laws: dict[Hashable, Mapping[Any, float]] = field(default_factory=dict)
     counts: dict[Hashable, Counter[Hashable]] = field(default_factory=dict)
 
-    def add(self, stratum: Hashable, law: Mapping[Hashable, float], outcome: Hashable) -> None:
+    def add(self, stratum: Hashable, law: Mapping[Any, float], outcome: Hashable) -> None:
         """One draw. law: probabilities of all outcomes, summing to 1; the first one given for a stratum counts."""
         if stratum not in self.laws:
             self.laws[stratum], self.counts[stratum] = law, Counter()
@@ -60,7 +61,7 @@ def upper_tail(chi_square: float, num_degrees: int) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def _one_stratum(counts: Counter[Hashable], law: Mapping[Hashable, float]) -> tuple[float, int]:
+def _one_stratum(counts: Counter[Hashable], law: Mapping[Any, float]) -> tuple[float, int]:
     if any(law.get(outcome, 0.0) <= 0 for outcome in counts):
         return math.inf, 0
     total = counts.total()

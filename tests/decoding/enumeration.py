@@ -239,9 +239,9 @@ def one_pass(
 
 
 def many_passes(
-    p: Law, q: Law, rule: Rule, num_drafted: int, length: int, noise_of_pass: type[SeededNoise] = SeededNoise
+    p: Law, q: Law, rule: Rule, widths: Widths, length: int, noise_of_pass: type[SeededNoise] = SeededNoise
 ) -> Outcome:
-    """What decoding pass after pass makes of the target, with chains from q and the keys of the real `SeededNoise`."""
+    """What decoding pass after pass makes of the target, with drafts from q and the keys of the real `SeededNoise`."""
 
     def run(branch: Branch) -> tuple[Tokens, int]:
         tokens: Tokens = ()
@@ -249,7 +249,8 @@ def many_passes(
         with seeded_noise_on(branch):
             while len(tokens) < length:
                 noise = noise_of_pass(0, len(tokens))
-                draft = drawn(noise, after(q, tokens), deep(*[1] * min(num_drafted, length - 1 - len(tokens))))
+                room = length - len(tokens) - 1  # the last token is the target's
+                draft = drawn(noise, after(q, tokens), lambda path, room=room: widths(path) if len(path) < room else 0)
                 verdict = verify(draft, target_rows(after(p, tokens), draft), rule, noise)
                 tokens += emitted(draft, verdict)
                 num_accepted += len(verdict.path)

@@ -1,0 +1,166 @@
+"""Products of quantised rows with packed int8 or int4 weights: 16 outputs at a time, any number of rows.
+
+It does not know layers or files. The one trick: weights are stored *unsigned* (with a zero point) and activations
+signed, which is what the CPU's byte product wants, and then the zero point's part of a sum is one number per row and
+group, the sum of the row's own bytes. So weights need no correction terms, and a row's result is a function of that
+row alone, bit for bit: integer sums are exact, and the few float steps are the same for 1 row and for 8.
+
+    a row        [K] int8 in groups of 64, one scale (float32) and one sum (int32) per group
+    int8 tile    [K / 4][16 outputs][4 inputs] bytes, weight + 128; one scale per output
+    int4 tile    [K / 8][16 outputs][4 inputs] bytes, the first 4 inputs in the low halves, the next 4 in the high
+                 ones, weight + 8; one scale per output and group
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+
+from ..attention.vectors import DOT_KIND, F32, I32, LANES, V8, VF, VI, DotKind, Emit, instruction
+
+GROUP = 64  # inputs that share one activation scale
+ZERO_POINT = {8: 128, 4: 8}
+TILE_BYTES = {8: LANES * GROUP, 4: LANES * GROUP // 2}  # of one group
+
+
+def tile_product(bits: int, rows: int, kind: DotKind = DOT_KIND) -> Any:
+    """The instruction for one tile and this many rows; out (or, with ``add``, out +) = row @ weights + bias."""
+
+    def write(
+        context: Emit,
+        weights: Any,
+        scales: Any,
+        bias: Any,
+        row: Any,
+        row_stride: Any,
+        row_scales: Any,
+        row_sums: Any,
+        group_stride: Any,
+        out: Any,
+        out_stride: Any,
+        num_groups: Any,
+        add: Any,
+    ) -> None:
+        e, b = context, context.builder
+        strides = [e.times(row_stride, m) for m in range(rows)]
+        by_group = [e.times(group_stride, m) for m in range(rows)]
+        totals = [e.variable(e.constant(0.0)) for _ in range(rows)]
+        with e.loop(num_groups) as group:
+            word = e.times(group, 4)
+            sums = [e.load(e.at(e.at(row_sums, by_group[m]), word), I32) for m in range(rows)]
+            sums = [e.splat(b.mul(value, I32(-ZERO_POINT[bits]))) for value in sums]
+            bytes_of = [e.at(e.at(row, strides[m]), e.times(group, GROUP)) for m in range(rows)]
+            tile = e.at(weights, e.times(group, TILE_BYTES[bits]))
+            for step in range(GROUP // 4):
+                values = _weights(e, tile, step, bits)
+                for m in range(rows):
+                    four = e.splat(e.load(bytes_of[m], I32, 4 * step))
+                    sums[m] = e.dot_bytes(sums[m], values, four, kind)
+            for m in range(rows):
+                value = b.sitofp(sums[m], VF)
+                if bits == 4:
+                    value = b.fmul(value, e.load(scales, VF, e.times(group, 4 * LANES)))
+                scale = e.splat(e.load(e.at(e.at(row_scales, by_group[m]), word), F32))
+                b.store(e.fma(value, scale, b.load(totals[m])), totals[m])
+        shift, factor = e.load(bias, VF), e.load(scales, VF)
+        for m in range(rows):
+            value = b.load(totals[m])
+            value = e.fma(value, factor, shift) if bits == 8 else b.fadd(value, shift)
+            place = e.at(out, e.times(out_stride, m))
+            with b.if_then(b.icmp_signed("!=", add, add.type(0))):
+                e.store(b.fadd(e.load(place, VF), value), place)
+            with b.if_then(b.icmp_signed("==", add, add.type(0))):
+                e.store(value, place)
+
+    return instruction(types.void, write)
+
+
+def _weights(e: Emit, tile: Any, step: int, bits: int) -> Any:
+    """4 inputs of 16 outputs as unsigned bytes."""
+    if bits == 8:
+        return e.load(tile, VI, 64 * step)
+    packed = e.load(tile, VI, 64 * (step // 2))
+    if step % 2:
+        packed = e.builder.lshr(packed, ir.Constant(VI, [4] * LANES))
+    return e.builder.and_(packed, ir.Constant(VI, [0x0F0F0F0F] * LANES))
+
+
+def _quantise_group(context: Emit, values: Any, out: Any, scale: Any, total: Any) -> None:
+    """64 floats to bytes in +-127, their scale and their sum. A NaN or an infinity makes the scale one too."""
+    e, b = context, context.builder
+    parts = [e.load(values, VF, 64 * i) for i in range(GROUP // LANES)]
+    sizes = [e.magnitude(part) for part in parts]
+    largest = e.reduce(e.largest(e.largest(sizes[0], sizes[1]), e.largest(sizes[2], sizes[3])), _larger(e))
+    e.store(b.fmul(largest, F32(1 / 127)), scale)
+    positive = b.fcmp_ordered(">", largest, F32(0.0))
+    usable = b.and_(positive, b.fcmp_ordered("<", largest, F32(float(3.0e38))))
+    inverse = e.splat(b.select(usable, b.fdiv(F32(127.0), largest), F32(0.0)))
+    sums: Any = ir.Constant(VI, [0] * LANES)
+    for i, part in enumerate(parts):
+        number = b.select(e.splat(usable), b.fmul(part, inverse), e.constant(0.0))
+        whole = b.fptosi(e.whole(number), VI)
+        e.store(b.trunc(whole, V8), out, LANES * i)
+        sums = b.add(sums, whole)
+    e.store(e.total(sums), total)
+
+
+def _larger(e: Emit) -> Any:
+    return lambda a, b: e.largest(a, b)
+
+
+quantise_group = instruction(types.void, _quantise_group)
+
+_MOST_ROWS = 8 if DOT_KIND == "vnni512" else 4  # more do not fit the registers
+_int8 = {rows: tile_product(8, rows) for rows in (1, 2, 4, 8)}
+_int4 = {rows: tile_product(4, rows) for rows in (1, 2, 4, 8)}
+_int8_1, _int8_2, _int8_4, _int8_8 = _int8.values()
+_int4_1, _int4_2, _int4_4, _int4_8 = _int4.values()
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def multiply_tile(
+    bits: int,
+    weights: int,
+    scales: int,
+    bias: int,
+    num_rows: int,
+    row: int,
+    row_scales: int,
+    row_sums: int,
+    num_groups: int,
+    out: int,
+    out_stride: int,
+    add: int,
+) -> None:
+    """One tile's 16 outputs for all rows; addresses everywhere; rows are num_groups * 64 bytes apart."""
+    stride, group_stride = num_groups * GROUP, num_groups * 4
+    done = 0
+    while done < num_rows:
+        left = num_rows - done
+        r, s, t = row + done * stride, row_scales + done * group_stride, row_sums + done * group_stride
+        o = out + done * out_stride
+        if bits == 8:
+            if left >= 8 and _MOST_ROWS == 8:
+                _int8_8(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+                done += 8
+            elif left >= 4:
+                _int8_4(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+                done += 4
+            elif left >= 2:
+                _int8_2(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+                done += 2
+            else:
+                _int8_1(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+                done += 1
+        elif left >= 8 and _MOST_ROWS == 8:
+            _int4_8(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+            done += 8
+        elif left >= 4:
+            _int4_4(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+            done += 4
+        elif left >= 2:
+            _int4_2(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+            done += 2
+        else:
+            _int4_1(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+            done += 1

@@ -1,0 +1,188 @@
+"""Token for token: the text with drafting against the text without; and a draft that is the target itself.
+
+It does not know laws or statistics. The one trick: sampled texts can be compared like greedy ones, because under
+``coupled`` a text is a function of model and seed alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..bench.divergence import first_difference
+from ..decoding.draft import Draft
+from ..decoding.request import FinishReason, Request
+from ..decoding.sampling import SamplingParams
+from ..drafters.draft_model import DraftModelDrafter
+from ..engine.engine import Engine, Event
+from .actors import Witness
+from .ground import Ground, drive
+from .report import Check
+from .rounding import Divergence, can_round, divergence, row_in_shapes
+
+SELF_PROMPTS, SELF_TOKENS, SELF_DRAFTED = 2, 24, 3
+LEAST_SELF_ACCEPTANCE = 0.999
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A check with the divergences behind it, and the plain texts it compared with (token ids, per prompt)."""
+
+    check: Check
+    divergences: tuple[Divergence, ...] = ()
+    texts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_near_ties(self) -> int:
+        return sum(found.near_tie for found in self.divergences)
+
+
+def compare(ground: Ground, temperature: float) -> Outcome:
+    """Decode every prompt alone and plainly, then all of them in one batch with drafting, and compare."""
+    plain = []
+    for number, prompt in enumerate(ground.prompts):  # one at a time: the text as it is with nothing beside it
+        engine = ground.plain_engine()
+        plain += engine.add(prompt, ground.params(number, temperature))
+        drive(engine, ground.watch, lambda event: ground.meter.tick(len(event.tokens)))
+    engine = ground.engine()
+    drafted = [
+        request
+        for number, prompt in enumerate(ground.prompts)
+        for request in engine.add(prompt, ground.params(number, temperature))
+    ]
+    drive(engine, ground.watch, lambda event: ground.meter.tick(len(event.tokens)))
+    broken = [str(request.error) for request in (*plain, *drafted) if request.finish == FinishReason.ERROR]
+    found = [
+        divergence
+        for one, other in zip(plain, drafted, strict=True)
+        if (divergence := _first_divergence(ground, one, other)) is not None
+    ]
+    faults = [f"prompt error: {error}" for error in broken] + [str(one) for one in found if not one.near_tie]
+    near_ties = [str(one) for one in found if one.near_tie]
+    num_tokens = sum(request.num_output for request in plain)
+    check = Check(
+        f"text at temperature {temperature:g}" + (" (seeded)" if temperature else ""),
+        not faults,
+        len(faults),
+        0,
+        "; ".join([f"{len(plain)} prompts, {num_tokens} tokens; {_drafting(drafted)}", *faults, *near_ties]),
+        "a text with drafting is not the text without it",
+    )
+    return Outcome(check, tuple(found), tuple(tuple(request.output) for request in plain))
+
+
+def draft_with_itself(ground: Ground, temperature: float) -> Outcome:
+    """The target drafts for itself: greedy and seeded, every guess must be accepted."""
+    found: list[Divergence] = []
+    num_accepted = 0
+
+    def look(event: Event) -> None:
+        nonlocal num_accepted
+        draft = witness.take(event.request)
+        num_accepted += event.num_accepted
+        if _rejected(event):
+            found.append(_rejection(ground, event, draft, temperature))
+
+    engine, witness = _self_drafting(ground)
+    for number, prompt in enumerate(ground.prompts[:SELF_PROMPTS]):
+        engine.add(prompt, ground.params(number, temperature, min(SELF_TOKENS, ground.options.max_tokens)))
+    drive(engine, ground.watch, look)
+    faults = [one for one in found if not one.near_tie]
+    judged = num_accepted + len(faults)
+    rate = num_accepted / judged if judged else 0.0
+    check = Check(
+        f"target as its own draft, temperature {temperature:g}" + (" (seeded)" if temperature else ""),
+        rate == 1.0,
+        rate,
+        1.0,
+        "; ".join([f"{num_accepted} accepted", *map(str, found)]),
+        "a draft equal to the target is not always accepted: caches of draft and target do not hold the same text",
+    )
+    return Outcome(check, tuple(found))
+
+
+def draft_with_itself_unseeded(ground: Ground) -> Outcome:
+    """The same by rejection sampling, where the chance of acceptance is sum min(p, q): 1 up to rounding."""
+    num_accepted = num_rejected = 0
+
+    def look(event: Event) -> None:
+        nonlocal num_accepted, num_rejected
+        witness.take(event.request)
+        num_accepted += event.num_accepted
+        num_rejected += _rejected(event)
+
+    engine, witness = _self_drafting(ground)
+    prompts = ground.prompts[:SELF_PROMPTS]
+    for prompt in prompts:
+        engine.add(prompt, SamplingParams(max_tokens=min(SELF_TOKENS, ground.options.max_tokens)))
+    drive(engine, ground.watch, look)
+    judged = num_accepted + num_rejected
+    rate = num_accepted / judged if judged else 0.0
+    distance = max(_distance_by_rounding(ground, prompt) for prompt in prompts)
+    threshold = min(LEAST_SELF_ACCEPTANCE, 1 - 4 * distance)
+    check = Check(
+        "target as its own draft, rejection",
+        rate >= threshold,
+        rate,
+        threshold,
+        f"{num_accepted} of {judged} accepted; rounding alone moves {distance:.1e} of the mass",
+        "a draft equal to the target is rejected more often than rounding explains: q is not what was drawn from",
+    )
+    return Outcome(check)
+
+
+def _self_drafting(ground: Ground) -> tuple[Engine, Witness]:
+    engine = ground.engine(
+        lambda setting: Witness(DraftModelDrafter(ground.model, setting)), num_drafted=SELF_DRAFTED, rule="rejection"
+    )
+    assert isinstance(engine.drafter, Witness)
+    return engine, engine.drafter
+
+
+def _rejected(event: Event) -> bool:
+    """Whether the target disagreed; a text that ended inside an accepted run did not disagree."""
+    return event.num_accepted < event.num_drafted and len(event.tokens) > event.num_accepted
+
+
+def _first_divergence(ground: Ground, plain: Request, drafted: Request) -> Divergence | None:
+    one, other = plain.output, drafted.output
+    same = first_difference(one, other)
+    if same is None:
+        return None
+    return divergence(
+        ground.model,
+        [*plain.prompt, *one[:same]],
+        plain.num_prompt,
+        one[same:],
+        other[same:],
+        ground.most_drafted,
+        temperature=plain.params.temperature,
+        seed=plain.seed,
+    )
+
+
+def _rejection(ground: Ground, event: Event, draft: Draft, temperature: float) -> Divergence:
+    """The emitted token against the guess that it replaced."""
+    request = event.request
+    return divergence(
+        ground.model,
+        request.tokens[:-1],
+        request.num_prompt,
+        request.tokens[-1:],
+        draft.tokens[event.num_accepted :],
+        SELF_DRAFTED,
+        temperature=temperature,
+        seed=request.seed,
+    )
+
+
+def _distance_by_rounding(ground: Ground, prompt: Sequence[int]) -> float:
+    """Total variation between the laws after a prompt from passes of different shapes."""
+    if not can_round(ground.model):
+        return 0.0
+    laws = [row.double().softmax(0) for row in row_in_shapes(ground.model, prompt, len(prompt), prompt, SELF_DRAFTED)]
+    return max(float((law - laws[0]).abs().sum()) / 2 for law in laws)
+
+
+def _drafting(requests: Sequence[Request]) -> str:
+    drafted = sum(sum(request.stats.per_step_drafted) for request in requests)
+    accepted = sum(sum(request.stats.per_step_accepted) for request in requests)
+    return f"{accepted} of {drafted} drafted tokens accepted" if drafted else "nothing was drafted"

@@ -1,0 +1,126 @@
+"""Is a difference between two texts a near-tie, or a fault? Decided by what rounding does to this very row.
+
+It does not know how the texts came about. The one trick: nothing is assumed about number formats; the last row of
+the common prefix is computed in passes of different shapes, as plain decoding and verification do, and the largest
+difference between the results *is* the rounding that has to be allowed for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..decoding.noise import exponentials
+from ..models.base import CausalLM
+from ..paged.batch import Feed, lay_out
+from ..paged.cache import KVCache
+
+SLACK = 2.0  # two scores, each off by what was measured
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Two texts part at ``position``: one has ``plain`` there, the other ``drafted``.
+
+    margin: the gap between the two tokens' scores in a plain pass. rounding: the largest difference of any score
+    between passes of different shapes; 0 where the format allows no near-ties.
+    """
+
+    position: int
+    plain: int
+    drafted: int
+    margin: float
+    rounding: float
+
+    @property
+    def near_tie(self) -> bool:
+        return self.margin <= SLACK * self.rounding
+
+    def __str__(self) -> str:
+        kind = "near-tie" if self.near_tie else "fault"
+        return (
+            f"{kind} at position {self.position}: token {self.plain} or {self.drafted}, margin {self.margin:.2g}, "
+            f"rounding {self.rounding:.2g}"
+        )
+
+
+def divergence(
+    model: CausalLM,
+    prefix: Sequence[int],
+    num_prompt: int,
+    plain: Sequence[int],
+    drafted: Sequence[int],
+    num_drafted: int,
+    *,
+    temperature: float,
+    seed: int,
+) -> Divergence:
+    """Judge two continuations of ``prefix`` (its first ``num_prompt`` tokens are the prompt) that differ at once.
+
+    An empty continuation (one text simply ended) has no score: its margin is infinite.
+    """
+    if not plain or not drafted:
+        one, other = (plain or [-1])[0], (drafted or [-1])[0]
+        return Divergence(len(prefix), one, other, float("inf"), 0.0)
+    rows = [
+        scores(logits_V, temperature, seed, len(prefix))
+        for logits_V in row_in_shapes(model, prefix, num_prompt, drafted, num_drafted)
+    ]
+    margin = float((rows[0][plain[0]] - rows[0][drafted[0]]).abs())
+    return Divergence(len(prefix), plain[0], drafted[0], margin, spread(rows) if can_round(model) else 0.0)
+
+
+def can_round(model: CausalLM) -> bool:
+    """float64 differs in its last bits too, but so little that a tie within them does not happen by chance."""
+    return model.info.dtype != torch.float64
+
+
+def spread(rows: Sequence[Tensor]) -> float:
+    """The largest difference between any two rows, over all tokens."""
+    stacked_RV = torch.stack(list(rows))
+    return float((stacked_RV.amax(0) - stacked_RV.amin(0)).max())
+
+
+def scores(logits_V: Tensor, temperature: float, seed: int, position: int) -> Tensor:
+    """What is compared: the logits, or log p - log E, the race under ``coupled``. float64 [V]."""
+    logits_V = logits_V.double()
+    if temperature == 0:
+        return logits_V
+    return torch.log_softmax(logits_V / temperature, 0) - exponentials(seed, position, len(logits_V)).to(logits_V).log()
+
+
+def row_in_shapes(
+    model: CausalLM, prefix: Sequence[int], num_prompt: int, following: Sequence[int], num_drafted: int
+) -> list[Tensor]:
+    """The logits after ``prefix`` from three histories: a one-row pass first, then a pass that also checks drafted
+    tokens, then the same with the text before it read as verification reads it, in chunks."""
+    room = model.info.context - len(prefix)
+    draft = list(following[: min(room, max(1, num_drafted))])
+    cache = model.new_cache(-(-(len(prefix) + len(draft)) // 16) + 1)
+    last = len(prefix) - 1
+    rows = []
+    chunks = _in_chunks(num_prompt, last, 1 + max(1, num_drafted))
+    for history, tail in (([last], []), ([last], draft), (chunks, draft)):
+        cache.open("row", prefix)
+        past = 0
+        for end in history if last else []:
+            _pass(model, cache, prefix[past:end], past)
+            cache.commit("row", range(end - past), prefix)
+            past = end
+        rows.append(_pass(model, cache, [prefix[last], *tail], last)[0])
+        cache.release("row")
+        cache.pool.forget_all()
+    return rows
+
+
+def _in_chunks(num_prompt: int, last: int, size: int) -> list[int]:
+    """Ends of chunks: the prompt, then ``size`` rows at a time, up to the last row but not including it."""
+    start = min(num_prompt, last)
+    return [start + (last - start) % size, *range(start + (last - start) % size + size, last + 1, size)]
+
+
+def _pass(model: CausalLM, cache: KVCache, tokens: Sequence[int], past: int) -> Tensor:
+    assert cache.reserve("row", len(tokens))
+    batch = lay_out([Feed("row", tokens, past, len(tokens))], cache, model.info.device)
+    return model.forward(batch, cache).logits_NV

@@ -1,0 +1,270 @@
+"""`run_verify`: the whole proof, in order: texts, a draft equal to the target, laws, a control that must fail, pages.
+
+It does not know how a check is made. The one trick is the control: a drafter that lies about its law must be found
+out by the same test with the same number of draws; a test that cannot see a lie proves nothing.
+
+Thresholds. Exact checks allow nothing but near-ties (`rounding`). A chi-square fails below p = FAMILY / number of
+chi-square tests (Bonferroni), so a correct system fails about once in 1 / FAMILY runs; with the same seed and models
+a run repeats exactly.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..bench.prompts import read_prompts
+from ..decoding.verify import Rule
+from ..drafters import registry
+from ..drafters.base import Drafter, Setting
+from ..drafters.draft_model import DraftModelDrafter
+from ..models.base import CausalLM
+from ..models.load import Loaded, load
+from .actors import AskewLM, Liar
+from .ground import Build, Ground, Meter, measure_pass
+from .identity import Outcome, compare, draft_with_itself, draft_with_itself_unseeded
+from .laws import ExactLaws, Experiment, Tallies, draw, uncertain_prefixes
+from .memo import MemoLM
+from .options import VerifyOptions
+from .report import Check, Report
+from .statistics import Tally
+
+FAMILY = 1e-4
+NUM_PREFIXES = 2
+NUM_PROBES = 64  # prefixes tried until one is found after which the method drafts anything
+SECONDS_A_DRAW = 2.5e-3
+TREE_NODES = 6  # of a draft in the chi-square tests, where the method drafts trees
+_MEMO_ROWS = 4096
+
+_WRONG_LAW = "emitted tokens do not follow the target's law"
+_CLASSES = {  # by field of Tallies: what is tested, and what it means if it fails
+    "first": ("first token", _WRONG_LAW),
+    "pair": ("first two tokens", _WRONG_LAW + ", or depend on each other in another way than the target says"),
+    "accepted": ("accepted tokens", "tokens are not accepted with probability min(1, p / q)"),
+    "residual": ("residual tokens", "what replaces a rejected token does not follow norm(max(p - q, 0))"),
+    "bonus": ("bonus tokens", "the token after a fully accepted draft does not follow the target's law"),
+}
+
+
+def run_verify(options: VerifyOptions, target: Loaded, speculation: registry.Speculation) -> Report:
+    """Prove, or fail to prove, that this method is lossless on this target; a progress bar goes to stderr.
+
+    Raises PromptError and OptionError for prompts and options that cannot be used, DraftError for a draft that does
+    not fit. What is wrong with the decoding itself is not raised but reported.
+    """
+    started = time.perf_counter()
+    speculation, draft = _with_loaded_draft(target, speculation)
+    prompts = [prompt.ids(target.tokenizer) for prompt in read_prompts(options.prompts, options.limit)]
+    num_drafted = 0 if speculation.method == "none" else speculation.common.num_speculative_tokens
+    ground = Ground(
+        model=target.model,
+        tokenizer=target.tokenizer,
+        build=speculation.build,
+        rule=speculation.common.rule,
+        num_drafted=num_drafted,
+        trees=registry.drafter_class(speculation.method).trees,
+        prompts=prompts,
+        options=options,
+        meter=Meter(),
+    )
+    with ground.meter.running():
+        texts, own = _prove_texts(ground)
+        checks = [*(outcome.check for outcome in (*texts, *own)), *_prove_laws(ground, speculation, draft, texts)]
+    checks += _about_the_runs(ground)
+    return Report(
+        target=target.model.info.name,
+        method=_describe(speculation, draft),
+        checks=tuple(checks),
+        num_near_ties=sum(outcome.num_near_ties for outcome in (*texts, *own)),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _prove_texts(ground: Ground) -> tuple[list[Outcome], list[Outcome]]:
+    """With drafting and without, at each temperature; then the target as its own draft."""
+    options, meter = ground.options, ground.meter
+    ground.pass_seconds = measure_pass(ground)
+    num_tokens = len(ground.prompts) * options.max_tokens
+    each, own_each = 2 * num_tokens * ground.pass_seconds, 60 * ground.pass_seconds
+    meter.plan(each * len(options.temperature) + 3 * own_each + _num_experiments(ground) * _draw_seconds(ground))
+    texts = []
+    for temperature in options.temperature:
+        with meter.stage(f"texts at temperature {temperature:g}", each, 2 * num_tokens):
+            texts.append(compare(ground, temperature))
+    own = []
+    for temperature in (0.0, 1.0):
+        with meter.stage("the target as its own draft", own_each, 1):
+            own.append(draft_with_itself(ground, temperature))
+    with meter.stage("the target as its own draft", own_each, 1):
+        own.append(draft_with_itself_unseeded(ground))
+    return texts, own
+
+
+def _prove_laws(
+    ground: Ground, speculation: registry.Speculation, draft: Loaded | None, texts: Sequence[Outcome]
+) -> list[Check]:
+    """The chi-square tests: the method itself, a sampled draft under each rule, and the control."""
+    memo = MemoLM(ground.model, _memo_rows(ground))
+    laws = ExactLaws(memo, ground.options.candidates)
+    pairs = [(prompt, text) for outcome in texts for prompt, text in zip(ground.prompts, outcome.texts, strict=True)]
+    prefixes = uncertain_prefixes(laws, pairs or [(prompt[:-1], prompt[-1:]) for prompt in ground.prompts])
+    own = _own_experiments(ground, speculation, draft)
+    askew = _draft_model(AskewLM(memo))
+    rules: tuple[Rule, ...] = ("rejection", "block", "coupled")
+    sampled = [Experiment(f"sampled draft, {rule}", askew, rule, 10 + i) for i, rule in enumerate(rules)]
+    control = Experiment("control", lambda setting: Liar(askew(setting)), "rejection", 20)
+    results: list[tuple[Experiment, Tallies]] = []
+    for experiment in (*own, *sampled, control):
+        with ground.meter.stage(f"laws: {experiment.name}", _draw_seconds(ground), ground.options.draws):
+            places = _places(ground, laws, prefixes, experiment) if experiment in own else prefixes[:NUM_PREFIXES]
+            results.append((experiment, _draw(ground, laws, places, experiment, ground.options.draws)))
+    return _judge(results)
+
+
+def _judge(results: Sequence[tuple[Experiment, Tallies]]) -> list[Check]:
+    """Chi-square checks, all but the last experiment's, which is the control's."""
+    *honest, (_, lies) = results
+    tested = [
+        (experiment, name, tallies)
+        for experiment, tallies in honest
+        for name in _CLASSES
+        if name == "pair" or _tally(tallies, name).fit().num_degrees
+    ]
+    threshold = FAMILY / (len(tested) + 1)
+    return [*(_law_check(*one, threshold) for one in tested), _control_check(lies, threshold)]
+
+
+def _law_check(experiment: Experiment, name: str, tallies: Tallies, threshold: float) -> Check:
+    fit = _tally(tallies, name).fit()
+    what, meaning = _CLASSES[name]
+    rate = f"{tallies.num_accepted / tallies.num_drafted:.0%} accepted" if tallies.num_drafted else "nothing drafted"
+    enough = fit.num_degrees > 0
+    return Check(
+        f"{experiment.name}: {what}",
+        enough and fit.p_value >= threshold,
+        fit.p_value,
+        threshold,
+        f"chi-square {fit.chi_square:.1f}, {fit.num_degrees} degrees of freedom, {fit.num_draws} draws; {rate}"
+        if enough
+        else f"{fit.num_draws} draws are too few to tell anything",
+        meaning if enough else "nothing was tested; raise draws, or choose prompts with more than one way to go on",
+    )
+
+
+def _control_check(lies: Tallies, threshold: float) -> Check:
+    fit = lies.pair.fit()
+    return Check(
+        "control: a drafter that lies about q is found out",
+        fit.p_value < threshold,
+        fit.p_value,
+        threshold,
+        f"must be below: chi-square {fit.chi_square:.1f}, {fit.num_degrees} degrees of freedom, {fit.num_draws} draws",
+        "the test would not have seen a wrong law, so what it passed is not proven; raise draws or change prompts",
+    )
+
+
+def _about_the_runs(ground: Ground) -> list[Check]:
+    watch = ground.watch
+    return [
+        Check(
+            "pages",
+            not watch.faults,
+            len(watch.faults),
+            0,
+            "; ".join([f"looked at after {watch.num_looks} steps", *watch.faults[:3]]),
+            "the cache lost or leaked pages, so texts can mix",
+        ),
+        Check(
+            "drafter never failed",
+            watch.num_failed_drafts == 0,
+            watch.num_failed_drafts,
+            0,
+            f"{watch.num_failed_drafts} failures",
+            "the drafter raised errors, and what decoded plainly instead says nothing about drafting (see the log)",
+        ),
+    ]
+
+
+# -- setting up --------------------------------------------------------------------------------------------------
+
+
+def _with_loaded_draft(target: Loaded, speculation: registry.Speculation) -> tuple[registry.Speculation, Loaded | None]:
+    """A draft model is loaded once and shared by all runs. None: the method has none, or finds its own."""
+    if speculation.method != "draft_model" or speculation.options.model is None:
+        return speculation, None
+    model = speculation.options.model
+    draft = model if isinstance(model, Loaded) else load(model, device=str(target.model.info.device))
+    return replace(speculation, options=replace(speculation.options, model=draft)), draft
+
+
+def _own_experiments(ground: Ground, speculation: registry.Speculation, draft: Loaded | None) -> list[Experiment]:
+    """The method under test, with its draft model remembered by path like the target."""
+    if draft is not None:
+        remembered = Loaded(MemoLM(draft.model, _memo_rows(ground)), draft.tokenizer)
+        speculation = replace(speculation, options=replace(speculation.options, model=remembered))
+    if not ground.num_drafted:
+        return [Experiment("plain decoding", speculation.build, "rejection", 0)]
+    rules: tuple[Rule, ...] = ("rejection",) if ground.trees else ("rejection", "block")
+    return [Experiment(f"{speculation.method}, {rule}", speculation.build, rule, i) for i, rule in enumerate(rules)]
+
+
+def _draft_model(model: CausalLM) -> Build:
+    def build(setting: Setting) -> Drafter:
+        return DraftModelDrafter(model, setting)
+
+    return build
+
+
+def _places(
+    ground: Ground, laws: ExactLaws, prefixes: Sequence[tuple[int, ...]], experiment: Experiment
+) -> Sequence[tuple[int, ...]]:
+    """Where the law is wide *and* the method drafts; if it drafts nowhere, where the law is wide."""
+    chosen = []
+    if ground.num_drafted:
+        for prefix in prefixes[:NUM_PROBES]:
+            if _draw(ground, laws, [prefix], experiment, 4).num_drafted >= 4:
+                chosen.append(prefix)
+            if len(chosen) == NUM_PREFIXES:
+                return chosen
+    return chosen or prefixes[:NUM_PREFIXES]
+
+
+def _draw(
+    ground: Ground, laws: ExactLaws, prefixes: Sequence[tuple[int, ...]], experiment: Experiment, num_draws: int
+) -> Tallies:
+    own_trees = ground.trees and experiment.number < 10
+    return draw(
+        laws,
+        prefixes,
+        experiment,
+        num_draws=num_draws,
+        num_drafted=TREE_NODES if own_trees else ground.options.num_drafted,
+        seed=ground.options.seed,
+        watch=ground.watch,
+        tick=ground.meter.tick,
+    )
+
+
+def _tally(tallies: Tallies, name: str) -> Tally:
+    tally = getattr(tallies, name)
+    assert isinstance(tally, Tally)
+    return tally
+
+
+def _memo_rows(ground: Ground) -> int:
+    return sum(len(prompt) + ground.options.max_tokens for prompt in ground.prompts) + _MEMO_ROWS
+
+
+def _num_experiments(ground: Ground) -> int:
+    return 4 + (1 if ground.trees or not ground.num_drafted else 2)
+
+
+def _draw_seconds(ground: Ground) -> float:
+    """Of one experiment: the draws themselves, and some passes for paths not met before."""
+    return ground.options.draws * SECONDS_A_DRAW * (0.5 + ground.model.info.vocab_size / 100_000) + (
+        10 * ground.pass_seconds
+    )
+
+
+def _describe(speculation: registry.Speculation, draft: Loaded | None) -> str:
+    about = f" ({draft.model.info.name})" if draft is not None else ""
+    return f"{speculation.method}{about}, K {speculation.common.num_speculative_tokens}, rule {speculation.common.rule}"
