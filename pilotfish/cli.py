@@ -7,18 +7,20 @@ line that names the value and the way out, with exit status 2.
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import click
 
 from . import flags
+from .bench.options import BenchOptions
 from .decoding.sampling import SamplingParams
 from .drafters import registry
 from .engine.options import EngineOptions
 from .errors import OptionError, PilotfishError, UserError
-from .models.load import LoadOptions
+from .models.load import LoadOptions, load
+from .proof.options import VerifyOptions
 
 _SAMPLING_DEFAULTS = {"temperature": 0.0}  # at the prompt people expect the same answer twice
 
@@ -46,14 +48,16 @@ def main() -> None:
     """Lossless speculative decoding: the target model's own text, several tokens per pass."""
 
 
+_name_flag = click.option("-m", "--model", default="demo", show_default=True, help="folder, hub id, GGUF file, or demo")
+
+
 def _model_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    command = flags.from_fields(LoadOptions, EngineOptions)(command)
-    return click.option("-m", "--model", default="demo", show_default=True, help="folder, hub id, GGUF file, or demo")(
-        command
-    )
+    return _name_flag(flags.from_fields(LoadOptions, EngineOptions)(command))
 
 
-def _drafting_flags(several: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _drafting_flags(
+    several: bool = False, without: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """--method, --draft-model, and every option of every method."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +65,7 @@ def _drafting_flags(several: bool = False) -> Callable[[Callable[..., Any]], Cal
             registry.CommonOptions,
             *(registry.drafter_class(name).Options for name in registry.methods()),
         ]
-        command = flags.from_fields(*kinds)(command)
+        command = flags.from_fields(*kinds, without=without)(command)
         again = "; may be given several times" if several else ""
         command = click.option(
             "--method", multiple=several, help=f"how to draft: {', '.join(registry.methods())}{again}"
@@ -199,3 +203,36 @@ def _lines() -> Iterator[str]:
         if not line:
             return
         yield line
+
+
+@main.command()
+@_model_flags
+@_drafting_flags(several=True, without=["num_speculative_tokens"])
+@flags.from_fields(BenchOptions)
+def bench(model: str, method: tuple[str, ...], **values: Any) -> None:
+    """Plain decoding and each --method in turns: a table, and one JSON document as the last line."""
+    from .bench import print_report, run_bench
+
+    options = flags.pick(BenchOptions, values)
+    config = _drafting({**values, "num_speculative_tokens": None})
+    names = method or ((config["method"],) if "method" in config else ("ngram",))
+    speculations = registry.parse_each(names, config)
+    target = load(model, **asdict(flags.pick(LoadOptions, values)))
+    print_report(run_bench(options, target, speculations, engine=flags.pick(EngineOptions, values)))
+
+
+@main.command()
+@_name_flag
+@flags.from_fields(LoadOptions)
+@_drafting_flags()
+@flags.from_fields(VerifyOptions)
+def verify(model: str, **values: Any) -> None:
+    """Prove on your own models that drafting changes nothing; exit status 1 if it does."""
+    from .proof import print_report, run_verify
+
+    speculation = registry.parse(_drafting(values))
+    target = load(model, **asdict(flags.pick(LoadOptions, values)))
+    report = run_verify(flags.pick(VerifyOptions, values), target, speculation)
+    print_report(report)
+    if not report.lossless:
+        raise SystemExit(1)

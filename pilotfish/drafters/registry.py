@@ -6,8 +6,9 @@ It does not know any drafter. The one trick: the method is the module, its optio
 
 import importlib
 import inspect
+import json
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from ..decoding.verify import Rule
 from ..errors import OptionError, unknown_name
 from .base import Drafter, Setting
 
-_NOT_METHODS = {"base", "registry"}
+_NOT_METHODS = {"base", "drawing", "registry"}
 
 # What other libraries call the same thing: (our key, and the method it implies).
 ALIASES = {
@@ -81,6 +82,11 @@ def drafter_class(method: str) -> type[Drafter]:
     return found[0]
 
 
+def method_of(drafter: Drafter) -> str:
+    """The name of a drafter's method."""
+    return type(drafter).__module__.rpartition(".")[2]
+
+
 def parse(config: Mapping[str, Any] | None) -> Speculation:
     """Read a config with vLLM's keys (and Hugging Face's aliases). No config is method ``none``.
 
@@ -102,6 +108,55 @@ def parse(config: Mapping[str, Any] | None) -> Speculation:
         CommonOptions(**{key: value for key, value in given.items() if key in common}),
         options_class(**{key: value for key, value in given.items() if key in own}),
     )
+
+
+def member(value: Any, where: str) -> Speculation:
+    """A drafter inside a drafter, from a method's name or a config of its own (a mapping, or JSON).
+
+    ``num_speculative_tokens`` in it bounds that drafter alone; unset, it is MAX_NODES. where: the option that holds it,
+    for messages. Raises OptionError as `parse`, and for what concerns the whole.
+    """
+    if isinstance(value, str):
+        value = _json(value, where) if value.lstrip().startswith("{") else {"method": value.strip()}
+    if not isinstance(value, Mapping):
+        raise OptionError(f"{where} must be a method's name or a config such as {{'method': 'ngram'}}, not {value!r}")
+    config = _resolve_aliases(dict(value))
+    if "rejection_sample_method" in config:
+        raise OptionError(f"rejection_sample_method is the target's, not a drafter's: it cannot be set in {where}")
+    config.setdefault("num_speculative_tokens", MAX_NODES)
+    if not isinstance(config["num_speculative_tokens"], int) or config["num_speculative_tokens"] < 1:
+        raise OptionError(
+            f"num_speculative_tokens in {where} must be a whole number from 1 to {MAX_NODES}, "
+            f"not {config['num_speculative_tokens']!r}"
+        )
+    return parse(config)
+
+
+def members(value: Any, where: str) -> tuple[Speculation, ...]:
+    """Several of them: a sequence, a JSON list, or names with commas between."""
+    if isinstance(value, str):
+        value = _json(value, where) if value.lstrip().startswith(("[", "{")) else value.split(",")
+    if isinstance(value, Mapping) or not isinstance(value, Sequence) or len(value) == 0:
+        raise OptionError(f"{where} must be a list of methods, such as 'suffix,ngram', not {value!r}")
+    return tuple(member(one, where) for one in value)
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise OptionError(f"{where} is not JSON: {error}") from error
+
+
+def parse_each(names: Iterable[str], config: Mapping[str, Any]) -> list[Speculation]:
+    """One speculation per method, each with the options it knows. Raises OptionError for one that none knows."""
+    known: dict[str, None] = {}
+    for name in names:
+        known |= dict.fromkeys([*known_to(name, config), "method"])
+    for key in _resolve_aliases(dict(config)):
+        if key not in known:
+            raise unknown_name(f"option for {', '.join(names)}:", key, known)
+    return [parse({**known_to(name, config), "method": name}) for name in names]
 
 
 def known_to(method: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,204 @@
+"""The command line as people meet it: what it prints, what it refuses, and how it ends."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pilotfish.cli import main
+from pilotfish.drafters import registry
+from pilotfish.engine.engine import Engine
+from tests.models.tiny import tiny_model
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model folder with a byte tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE).save_pretrained(folder)
+    tiny_model("llama", vocab_size=256, dtype=torch.float32).save_pretrained(folder)
+    return str(folder)
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words), catch_exceptions=False)
+
+
+def test_generate_prints_the_text_and_a_line_about_it(model: str) -> None:
+    result = run("generate", "abcabcabc", "-m", model, "--max-tokens", "12", "--method", "ngram")
+    assert result.exit_code == 0
+    assert "lossless" in result.stderr
+    assert "K 5" in result.stderr
+    assert "12 tokens" in result.stderr
+    assert "finish reason: length" in result.stderr
+    assert result.stdout == run("generate", "abcabcabc", "-m", model, "--max-tokens", "12").stdout
+
+
+def test_generate_json_has_text_ids_usage_and_the_block(model: str) -> None:
+    result = run("generate", "abc", "-m", model, "--max-tokens", "8", "--json", "--logprobs", "2", "--method", "ngram")
+    (line,) = result.stdout.splitlines()
+    answer = json.loads(line)
+    assert len(answer["token_ids"]) == len(answer["logprobs"]) == 8
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 8}
+    assert "mean_acceptance_length" in answer["speculative_decoding"]
+
+
+def test_several_completions_are_several_lines(model: str) -> None:
+    result = run("generate", "abc", "-m", model, "--max-tokens", "4", "--n", "3", "--seed", "1", "--temperature", "1")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2]
+    assert len({tuple(line["token_ids"]) for line in lines}) > 1
+
+
+def test_a_prompt_comes_from_a_file(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("abcabcabc")
+    common = ("-m", model, "--max-tokens", "6")
+    assert run("generate", "-f", str(path), *common).stdout == run("generate", "abcabcabc", *common).stdout
+
+
+def test_the_config_is_the_canonical_form_of_the_flags(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"method": "ngram", "num_speculative_tokens": 3}))
+    short = run("generate", "abcabc", "-m", model, "--method", "ngram", "--num-speculative-tokens", "3")
+    long = run("generate", "abcabc", "-m", model, "--speculative-config", f"@{path}")
+    inline = run("generate", "abcabc", "-m", model, "--speculative-config", path.read_text())
+    assert short.stderr.splitlines()[0] == long.stderr.splitlines()[0] == inline.stderr.splitlines()[0]
+
+
+def test_a_draft_model_drafts(model: str) -> None:
+    words = ("generate", "abc", "-m", model, "--draft-model", model, "--max-tokens", "9", "--json")
+    answer = json.loads(run(*words).stdout)
+    assert answer["speculative_decoding"]["draft_acceptance_rate"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "-1"], "temperature must be 0 (greedy) or more, not -1.0"),
+        (["--top-p", "0"], "top_p must be in (0, 1], not 0.0"),
+        (["--temperature", "nan"], "temperature must be a finite number"),
+        (["--max-tokens", "0"], "max_tokens must be 1 or more, not 0"),
+        (["--stop", ""], "stop must be non-empty strings"),
+        (["--method", "ngarm"], "unknown method 'ngarm'; did you mean 'ngram'?"),
+        (["--method", "ngram", "--num-speculative-tokens", "-1"], "from 0 to 63 or auto, not -1"),
+        (["--method", "ngram", "--num-speculative-tokens", "64"], "from 0 to 63 or auto, not 64"),
+        (["--method", "ngram", "--prompt-lookup-min", "0"], "prompt_lookup_min must be a whole number from 1, not 0"),
+        (["--method", "draft_model"], "needs a draft model"),
+        (["--method", "draft_model", "--draft-model", "./nowhere"], "there is no folder nowhere"),
+        (["--num-pages", "1"], "raise num_pages"),
+        (["--max-model-len", "4"], "the prompt has 6 tokens and the context 4"),
+        (["--speculative-config", "{"], "not JSON"),
+        (["--speculative-config", '{"method": "ngram", "prompt_lookup_mx": 3}'], "did you mean 'prompt_lookup_max'?"),
+        (["--speculative-config", '{"method": "ngram"}', "--method", "none"], "method is given twice"),
+        (["--dtype", "float23"], "dtype must be auto"),
+        (["--device", "nowhere"], "device 'nowhere' cannot be used"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_value(model: str, words: list[str], message: str) -> None:
+    result = run("generate", "abcabc", "-m", model, *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("flag", ["--methud", "--num-speculative-token", "--draft-modle"])
+def test_an_unknown_flag_names_the_nearest(flag: str) -> None:
+    result = run("generate", "abc", flag, "x")
+    assert result.exit_code == 2
+    assert "Did you mean" in result.stderr
+
+
+def test_an_empty_prompt_is_refused(model: str) -> None:
+    assert "the prompt is empty" in run("generate", "", "-m", model).stderr
+    assert run("generate", "-m", model).exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all"])
+def test_a_missing_model_is_named(name: str) -> None:
+    result = run("generate", "abc", "-m", name)
+    assert result.exit_code == 2
+    assert "there is no folder" in result.stderr
+
+
+def test_an_interrupt_shows_what_there_is_and_why_it_ends(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: Iterator[int] = iter(range(4))
+    step, engines = Engine.step, []
+
+    def interrupted(engine: Engine) -> Any:
+        engines.append(engine)
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    result = run("generate", "abc", "-m", model, "--max-tokens", "50")
+    assert result.exit_code == 130
+    assert "3 tokens" in result.stderr
+    assert "finish reason: abort" in result.stderr
+    assert len(result.stdout.strip("\n")) > 0
+    assert engines[0].cache.pool.num_held == 0
+
+
+def test_chat_remembers_what_was_said(model: str) -> None:
+    words = ["chat", "-m", model, "--max-tokens", "4"]
+    result = CliRunner().invoke(main, words, input="abc\nabc\n\n", catch_exceptions=False)
+    assert result.exit_code == 0
+    assert result.stderr.count("4 tokens") == 2
+    first, second = result.stdout.splitlines()[:2]
+    assert first != second  # the second answer has more before it
+
+
+def test_inspect_says_what_drafts_and_why_not(model: str) -> None:
+    facts = json.loads(run("inspect", model, "--json").stdout)
+    assert facts["architecture"] == "LlamaForCausalLM"
+    assert facts["kv_bytes_per_token"] == 3 * 2 * (8 + 8) * 4
+    assert set(facts["drafters"]) == set(registry.methods())
+    assert facts["drafters"]["ngram"] is None
+    assert "needs a draft model" in facts["drafters"]["draft_model"]
+    assert json.loads(run("inspect", model, "--json", "--draft-model", model).stdout)["drafters"]["draft_model"] is None
+    assert "what can draft for it" in run("inspect", model).stdout
+
+
+def test_bench_ends_with_a_json_document(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "abcabcabc", "category": "letters"}\n')
+    words = ("bench", "-m", model, "--prompts", str(path), "--repeats", "1", "--max-tokens", "8", "--method", "ngram")
+    result = run(*words, "--num-speculative-tokens", "3")
+    assert result.exit_code == 0
+    rows = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert {(row["method"], row["category"]) for row in rows} >= {("none", "all"), ("ngram", "letters")}
+    assert all(row["identical"] for row in rows)
+
+
+def test_bench_refuses_an_option_that_no_method_has(model: str) -> None:
+    result = run("bench", "-m", model, "--method", "ngram", "--draft-model", model)
+    assert result.exit_code == 2
+    assert "unknown option for ngram: 'model'" in result.stderr
+
+
+def test_every_option_of_every_method_is_a_flag() -> None:
+    command = main.commands["generate"]
+    assert isinstance(command, click.Command)
+    names = {parameter.name for parameter in command.params}
+    assert set(registry.keywords()) <= names
+
+
+def test_no_flag_is_given_twice() -> None:
+    for command in main.commands.values():
+        names = [name for parameter in command.params for name in parameter.opts]
+        assert len(names) == len(set(names)), command.name
