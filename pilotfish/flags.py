@@ -43,8 +43,8 @@ def from_fields(
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that the user gave."""
-    return {name: value for name, value in values.items() if value is not None}
+    """The flags that the user gave. One that may be given several times is an empty tuple if it was not."""
+    return {name: value for name, value in values.items() if value is not None and value != ()}
 
 
 def pick(kind: type[Kind], values: Mapping[str, Any], **default: Any) -> Kind:

@@ -82,6 +82,8 @@ def _obstacle(method: str, loaded: Loaded, engine: EngineOptions, length: int, c
     """Why this method cannot draft for this model, or None."""
     setting = Setting(
         target=loaded.model.info,
+        model=loaded.model,
+        cache=loaded.model.new_cache(1, engine.block_size),
         tokenizer=loaded.tokenizer,
         max_length=length,
         max_num_seqs=1,

@@ -4,6 +4,7 @@ It does not know how decoding works; it turns text into requests, drives `Engine
 into `Completion`s. The one trick: `generate` and `stream` are the same few lines around the same loop.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -116,6 +117,7 @@ class LLM:
         speculation = settings.speculation
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self.speculation = speculation
+        self._inboxes: dict[str, deque[Event]] = {}  # of open streams
         self.engine = Engine(
             loaded.model,
             speculation.build,
@@ -142,7 +144,7 @@ class LLM:
         requests = self._add_all(_as_list(prompts), params, references)
         try:
             while any(not request.finish for request in requests):
-                self.engine.step()
+                self._step()
         finally:  # an interrupt or an error leaves no request behind
             for request in requests:
                 self.engine.abort(request)
@@ -156,12 +158,15 @@ class LLM:
         if params.n != 1:
             raise OptionError("stream gives one completion; use generate for n > 1")
         (request,) = self._add_all([prompt], params, None if reference is None else [reference])
+        inbox = self._inboxes[request.id] = deque()
         try:
-            while not request.finish:
-                for event in self.engine.step():
-                    if event.request is request and (event.tokens or event.finish):
-                        yield _chunk(event)
+            while inbox or not request.finish:
+                if not inbox:
+                    self._step()
+                while inbox:
+                    yield _chunk(inbox.popleft())
         finally:
+            del self._inboxes[request.id]
             self.engine.abort(request)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
@@ -184,6 +189,12 @@ class LLM:
         return f"{info.name} ({dtype}, {info.device}) | method {method}{drafting} | rule {engine.rule} | lossless"
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """One step for everybody: the events of other open streams wait until those are read on."""
+        for event in self.engine.step():
+            if event.request.id in self._inboxes and (event.tokens or event.finish):
+                self._inboxes[event.request.id].append(event)
 
     def _add_all(
         self,
@@ -218,7 +229,7 @@ class LLM:
 
     def _ids(self, prompt: Prompt, *, special: bool = True) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            return _listed(prompt)
         if self.tokenizer is None:
             raise PromptError("this model has no tokenizer: give prompts as token ids")
         return self.tokenizer.encode(prompt, add_special_tokens=special)
@@ -248,8 +259,15 @@ def _chunk(event: Event) -> Chunk:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    items: list[Any] = list(prompts)
+    items = _listed(prompts)
     return [items] if items and all(isinstance(item, int) for item in items) else items
+
+
+def _listed(value: Any) -> list[Any]:
+    try:
+        return list(value)
+    except TypeError:
+        raise PromptError(f"a prompt is a text or a list of token ids, not {value!r}") from None
 
 
 def _read_options(config: Mapping[str, Any] | None, options: Mapping[str, Any]) -> _Settings:

@@ -5,9 +5,11 @@ out of the KV cache, through the span's mask, as attention would. A row committe
 its sibling, a position that is off by one: each changes the law or fails an assertion, and nothing has to be trained.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence, Set
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,10 +18,13 @@ from torch import Tensor
 from pilotfish.decoding.draft import EMPTY, Draft, chain
 from pilotfish.decoding.noise import race
 from pilotfish.decoding.sampling import SamplingParams, process, warp
+from pilotfish.drafters import registry
 from pilotfish.drafters.base import Drafter, Setting
+from pilotfish.drafters.none import NoDrafter
 from pilotfish.engine.engine import Engine, Event
 from pilotfish.engine.options import EngineOptions
 from pilotfish.models.base import CausalLM, ModelInfo, ModelOutput
+from pilotfish.models.load import Loaded
 from pilotfish.models.tokenizer import Tokenizer
 from pilotfish.paged.batch import Batch, Span
 from pilotfish.paged.cache import KVCache, LayerShape
@@ -29,9 +34,10 @@ class TableModel:
     """A `CausalLM` with an exact table: the law depends on the last ``order`` tokens and on a phase.
 
     The phase is a checksum of all visible tokens and their positions, modulo ``num_phases``: 1 gives a plain Markov
-    chain, more make every token of the text count. Tokens lie in layer 0's keys and positions in layer 1's values, so
-    a commit that moves one layer and not the other is seen as well. ``logits_of`` is the same table without a cache.
-    poison: tokens behind which the logits are NaN.
+    chain, more make every token of the text count. Each layer keeps tokens in its keys and positions in its values,
+    and all that run must agree, so a commit that moves one layer and not the other is seen as well. Without some
+    layers the table is another, similar one. ``logits_of`` is the same without a cache. poison: tokens behind which
+    the logits are NaN.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class TableModel:
         generator = torch.Generator().manual_seed(seed)
         shape = (num_phases, num_ids**order, num_ids)
         self.table = sharpness * torch.randn(shape, generator=generator, dtype=torch.float64)
+        self.noise = 0.5 * sharpness * torch.randn(shape, generator=generator, dtype=torch.float64)
         self.order, self.num_phases, self.poison = order, num_phases, poison
         self.num_passes = self.num_rows = 0
         self.info = ModelInfo(
@@ -68,51 +75,62 @@ class TableModel:
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
         return KVCache(self.info.layers, num_pages, page_size, dtype=torch.float64)
 
-    def forward(self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = ()) -> ModelOutput:
+    def forward(
+        self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = (), layers: Sequence[int] | None = None
+    ) -> ModelOutput:
         self.num_passes += 1
         self.num_rows += batch.num_rows
         assert int(batch.tokens_T.min()) >= 0 and int(batch.tokens_T.max()) < self.info.vocab_size, "no such row"
         assert int(batch.positions_T.max()) < self.info.context, "a row beyond the context"
-        cache.keys[0][batch.slots_T] = batch.tokens_T[:, None, None].double()
-        cache.values[1][batch.slots_T] = batch.positions_T[:, None, None].double()
+        running = range(len(self.info.layers)) if layers is None else layers
+        for layer in running:
+            cache.keys[layer][batch.slots_T] = batch.tokens_T[:, None, None].double()
+            cache.values[layer][batch.slots_T] = batch.positions_T[:, None, None].double()
+        held = [(cache.keys[i][:, 0, 0].tolist(), cache.values[i][:, 0, 0].tolist()) for i in running]
         wanted = iter(batch.wanted_N.tolist())
         row, rows = next(wanted, -1), list[Tensor]()
         for span in batch.spans:
-            read = _reader(span, cache)
+            read = _reader(span, held)
             while span.start <= row < span.stop:
-                rows.append(self.logits_of(read(row)))
+                rows.append(self.logits_of(read(row), whole=len(running) == len(self.info.layers)))
                 row = next(wanted, -1)
         logits_NV = torch.stack(rows) if rows else torch.empty(0, self.info.vocab_size, dtype=torch.float64)
         states_TH = torch.stack([batch.tokens_T, batch.positions_T], 1).double()
-        return ModelOutput(logits_NV, {layer: states_TH for layer in taps})
+        return ModelOutput(logits_NV, dict.fromkeys(taps, states_TH))
 
-    def logits_of(self, text: Sequence[int]) -> Tensor:
-        """The logits [V] behind a text."""
+    def logits_of(self, text: Sequence[int], *, whole: bool = True) -> Tensor:
+        """The logits [V] behind a text. whole: with all layers."""
         if text[-1] in self.poison:
             return torch.full((self.info.vocab_size,), math.nan, dtype=torch.float64)
-        phase = sum((position + 1) * (token + 1) for position, token in enumerate(text)) % self.num_phases
+        phase = 0
+        if self.num_phases > 1:
+            phase = sum((position + 1) * (token + 1) for position, token in enumerate(text)) % self.num_phases
         place = 0
         for token in [*[0] * self.order, *text][-self.order :]:
             place = place * self.info.vocab_size + token
-        return self.table[phase, place]
+        return self.table[phase, place] if whole else self.table[phase, place] + self.noise[phase, place]
 
     def law(self, text: Sequence[int], temperature: float = 1.0) -> Tensor:
         """The exact law [V] of the next token."""
         return torch.softmax(self.logits_of(text) / temperature, 0)
 
 
-def _reader(span: Span, cache: KVCache) -> Callable[[int], list[int]]:
-    """A function from a row of the batch to the text it sees in the cache: its visible keys in order of position."""
-    tokens = [int(token) for token in cache.keys[0][span.key_slots].flatten().tolist()]
-    positions = [int(position) for position in cache.values[1][span.key_slots][..., 0].flatten().tolist()]
+def _reader(span: Span, rows: Sequence[tuple[list[float], list[float]]]) -> Callable[[int], list[int]]:
+    """A function from a row of the batch to the text it sees in the cache: its visible keys in order of position.
+
+    rows: per layer that ran, the token and the position that lie in each slot.
+    """
+    slots = span.key_slots
+    keys = range(slots.start, slots.stop) if isinstance(slots, slice) else slots.tolist()
+    views = [[(int(positions[key]), int(tokens[key])) for key in keys] for tokens, positions in rows]
     mask = span.mask(None)
-    mask_RK = [[True] * len(tokens)] * (span.stop - span.start) if mask is None else mask.tolist()
+    mask_RK = [[True] * len(keys)] * (span.stop - span.start) if mask is None else mask.tolist()
 
     def read(row: int) -> list[int]:
-        seen = {positions[key]: tokens[key] for key, visible in enumerate(mask_RK[row - span.start]) if visible}
-        num_visible = sum(mask_RK[row - span.start])
-        assert sorted(seen) == list(range(num_visible)), f"row {row} sees positions {sorted(seen)} of {num_visible}"
-        return [seen[position] for position in range(num_visible)]
+        texts = [sorted(itertools.compress(view, mask_RK[row - span.start])) for view in views]
+        assert all(text == texts[0] for text in texts), f"row {row}: the layers saw different texts {texts}"
+        assert [position for position, _ in texts[0]] == list(range(len(texts[0]))), f"row {row} sees {texts[0]}"
+        return [token for _, token in texts[0]]
 
     return read
 
@@ -142,7 +160,12 @@ class ByteTokenizer(Tokenizer):
 
 
 def choose(
-    logits_V: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop_ids: Set[int], seed: int
+    logits_V: Tensor,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    stop_ids: Set[int],
+    seed: int,
 ) -> int:
     """What the target says next, at temperature 0 or with a seed."""
     context = (params, prompt, [output], stop_ids)
@@ -168,6 +191,18 @@ def oracle(
         if output[-1] in stop_ids and len(output) > params.min_tokens:
             break
     return tuple(output)
+
+
+def joint_law(model: TableModel, prompt: Sequence[int], num_tokens: int) -> dict[tuple[int, ...], float]:
+    """The exact law of the next tokens together."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(num_tokens):
+        law = {
+            (*text, token): before * p
+            for text, before in law.items()
+            for token, p in enumerate(model.law([*prompt, *text]).tolist())
+        }
+    return law
 
 
 # -- drafters -----------------------------------------------------------------------------------------------------------
@@ -249,7 +284,9 @@ def random_trees(num_ids: int, q: Callable[[Sequence[int]], Tensor] | None = Non
     return Scripted(script, trees=True)
 
 
-def sampled_chain(q: Callable[[Sequence[int]], Tensor], *, claim: Callable[[Tensor], Tensor] = lambda q_V: q_V) -> Scripted:
+def sampled_chain(
+    q: Callable[[Sequence[int]], Tensor], *, claim: Callable[[Tensor], Tensor] = lambda q_V: q_V
+) -> Scripted:
     """Chains drawn from a law per text. claim: what it says its law was; anything but the identity is a lie."""
 
     def script(request: Any, limit: int) -> Draft:
@@ -302,6 +339,10 @@ class SlowStart(Drafter):
         self.seen.pop(request.id, None)
 
 
+# The adversaries whose calls fail; the others are merely wrong.
+FAILING = {"right and faulty", "right, deaf and unforgetting", "beyond the table", "below zero", "one draft too few"}
+
+
 def adversaries(model: TableModel) -> dict[str, Callable[[], Drafter]]:
     """Everything a drafter may do wrong, by name. ``model`` is the target, or what its law is guessed to be."""
     num_ids = model.info.vocab_size
@@ -329,6 +370,13 @@ class _Short(Drafter):
         return [chain([0])] * (len(requests) - 1)
 
 
+def method_config(method: str, draft: Loaded) -> dict[str, Any]:
+    """A speculative config for any method in the folder. Options whose default cannot work alone get ``draft``."""
+    supplies = {"model": draft, "drafters": ["ngram", {"method": "draft_model", "model": draft}]}
+    names = {f.name for f in fields(registry.drafter_class(method).Options)}
+    return {"method": method} | {name: value for name, value in supplies.items() if name in names}
+
+
 # -- driving an engine --------------------------------------------------------------------------------------------------
 
 
@@ -339,11 +387,10 @@ def engine(
     k: int = 5,
     rule: Any = "rejection",
     tokenizer: Tokenizer | None = None,
+    entropy: Callable[[], int] | None = None,
     **options: Any,
 ) -> Engine:
     """An engine around a drafter, a function that builds one, or none."""
-    from pilotfish.drafters.none import NoDrafter
-
     if isinstance(drafter, Drafter):
         found = drafter
         build: Callable[[Setting], Drafter] = lambda _setting: found  # noqa: E731
@@ -356,6 +403,7 @@ def engine(
         tokenizer=tokenizer,
         rule=rule,
         num_speculative_tokens=k,
+        entropy=entropy or itertools.count(1).__next__,
     )
 
 

@@ -72,7 +72,7 @@ class Emit:
         return self.builder.mul(count, I64(factor))
 
     def variable(self, value: Any) -> Any:
-        """A place for a value that a loop changes; LLVM turns it into a register."""
+        """A place for a value that a loop changes, set here and now; LLVM turns it into a register."""
         return cgutils.alloca_once_value(self.builder, value)
 
     def loop(self, count: Any) -> Any:

@@ -98,7 +98,7 @@ class Clock:
     ) -> Callable[[Sequence[Request], Sequence[int]], list[Draft]]:
         def noting(requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
             drafts = propose(requests, limits)
-            self._proposed.update((request.id, draft) for request, draft in zip(requests, drafts, strict=True))
+            self._proposed.update((request.id, draft) for request, draft in zip(requests, drafts, strict=False))
             return drafts
 
         return noting
@@ -110,8 +110,8 @@ class _TimedTarget:
     def __init__(self, model: CausalLM, clock: Clock):
         self.model, self.info, self.new_cache, self._clock = model, model.info, model.new_cache, clock
 
-    def forward(self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = ()) -> ModelOutput:
-        return self._clock.time_pass(lambda: self.model.forward(batch, cache, taps=taps), batch)
+    def forward(self, batch: Batch, cache: KVCache, **options: Any) -> ModelOutput:
+        return self._clock.time_pass(lambda: self.model.forward(batch, cache, **options), batch)
 
 
 def depth_of(draft: Draft) -> int:

@@ -22,6 +22,8 @@ def describe(info: ModelInfo, options: BenchOptions, *, num_prompts: int, interr
     return {
         "model": info.name,
         "architecture": info.architecture,
+        "implementation": info.implementation,
+        "quantization": info.quantization,
         "dtype": str(info.dtype).removeprefix("torch."),
         "device": str(info.device),
         "gpu": torch.cuda.get_device_name(info.device) if info.device.type == "cuda" else None,

@@ -1,6 +1,7 @@
 """What a bench run can be asked for. Frozen; the command line is generated from the fields."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..decoding.draft import MAX_NODES
 from ..errors import OptionError
@@ -20,7 +21,7 @@ class BenchOptions:
         default=None, metadata={"help": "fixes sampled texts, so that they can be compared with plain decoding's"}
     )
     num_speculative_tokens: str | None = field(
-        default=None, metadata={"help": "K, or several as 2,4,8, each measured; the methods' own if unset"}
+        default=None, metadata={"help": "K, or several as 2,4,8,auto, each measured; the methods' own if unset"}
     )
     ignore_eos: bool = field(default=False, metadata={"help": "go on after the end of text, for equal lengths"})
     plot: str | None = field(default=None, metadata={"help": "also draw the results into this PNG file"})
@@ -35,22 +36,26 @@ class BenchOptions:
         self.num_drafted  # noqa: B018 -- raises if it cannot be read
 
     @property
-    def num_drafted(self) -> tuple[int, ...]:
+    def num_drafted(self) -> tuple[int | Literal["auto"], ...]:
         """The values of K to measure, in the order given; empty: each method's own."""
         if self.num_speculative_tokens is None:
             return ()
-        try:
-            values = [int(part) for part in str(self.num_speculative_tokens).split(",")]
-        except ValueError:
-            values = []
-        if not values or not all(0 <= k <= MAX_NODES for k in values):
+        values = [_num_drafted(part.strip()) for part in str(self.num_speculative_tokens).split(",")]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
             raise OptionError(
-                f"num_speculative_tokens must be numbers from 0 to {MAX_NODES} with commas between them, "
+                f"num_speculative_tokens must be numbers from 0 to {MAX_NODES}, or auto, with commas between them, "
                 f"not {self.num_speculative_tokens!r}"
             )
-        return tuple(dict.fromkeys(values))
+        return tuple(dict.fromkeys(known))
 
     @property
     def comparable(self) -> bool:
         """Whether a method's text must be plain decoding's own, token by token."""
         return self.temperature == 0 or self.seed is not None
+
+
+def _num_drafted(text: str) -> int | Literal["auto"] | None:
+    if text == "auto":
+        return "auto"
+    return int(text) if text.isascii() and text.isdigit() and int(text) <= MAX_NODES else None

@@ -28,6 +28,7 @@ from ..paged.cache import KVCache, LayerShape
 
 VOCABULARY = 49_152
 NUM_DRAFTED = 8
+_TAIL = 1.5  # rank ** -1.5: at 49,152 ids some 3,000 are likelier than a millionth, as SmolLM2's median row
 PERIOD = 67  # positions with logits of their own; a prime, so that drafts meet them in every phase
 WRONG_EVERY = 6  # every so many positions the greedy drafter guesses wrong, so drafts end at all depths
 
@@ -52,7 +53,9 @@ class LookupTarget:
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
         return KVCache(self.info.layers, num_pages, page_size)
 
-    def forward(self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = ()) -> ModelOutput:
+    def forward(
+        self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = (), layers: Sequence[int] | None = None
+    ) -> ModelOutput:
         start = time.perf_counter()
         output = ModelOutput(self.table_PV[batch.positions_T[batch.wanted_N] % len(self.table_PV)])
         self.seconds += time.perf_counter() - start
@@ -75,11 +78,17 @@ class PreparedDrafter(Drafter):
 
 
 def tables(num_tokens: int = VOCABULARY) -> tuple[Tensor, Tensor]:
-    """Logits of a made-up target and a draft that mostly agrees with it, [PERIOD, V] each; peaked like a real one's."""
+    """Logits of a made-up target and a draft that mostly agrees with it, [PERIOD, V] each.
+
+    Shaped like real ones: probabilities fall with a power of the rank, and one token more has half of the mass, or
+    more, or less. (How long the tail is decides what top_p costs.)
+    """
     generator = torch.Generator().manual_seed(0)
-    target_PV = torch.randn(PERIOD, num_tokens, generator=generator) * 2.5
-    target_PV[torch.arange(PERIOD), torch.randint(num_tokens, (PERIOD,), generator=generator)] += 14
-    return target_PV, target_PV + 0.3 * torch.randn(PERIOD, num_tokens, generator=generator)
+    rank_PV = torch.rand(PERIOD, num_tokens, generator=generator).argsort(1) + 1
+    peaks_P = 1 + 1.5 * torch.randn(PERIOD, generator=generator)
+    ids_P = torch.randint(num_tokens, (PERIOD, 1), generator=generator)
+    target_PV = (-_TAIL * rank_PV.log()).scatter(1, ids_P, peaks_P[:, None])
+    return target_PV, target_PV + 0.7 * torch.randn(PERIOD, num_tokens, generator=generator)
 
 
 def greedy_drafter(target_PV: Tensor) -> PreparedDrafter:

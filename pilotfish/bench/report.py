@@ -5,28 +5,19 @@ It does not know how anything was measured. What the columns mean is written in 
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .results import ALL, Report, Row, Spread
+from .results import ALL, NumDrafted, Report, Row, Spread
 
-_WIDTH = 128  # where the output is not a terminal, so that tables in files are not squeezed
+_WIDE = 136  # columns for everything; also the width where the output is not a terminal
 _MOST_NOTES = 12
-_FIGURES = (
-    "tokens/s",
-    "speed-up",
-    "predicted",
-    "tokens\nper pass",
-    "alpha",
-    "c",
-    "K+1 rows\n/ 1 row",
-    "first\ntoken",
-    "same\ntext",
-)
 
 
 def document(report: Report) -> dict[str, Any]:
@@ -39,7 +30,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
     console = console or _console()
     settings = report.environment.get("settings", {})
     if report.rows:
-        console.print(_table(report))
+        console.print(_table(report, console.width >= _WIDE))
         for note in _notes(report):
             console.print(note, highlight=False, soft_wrap=True)
     else:
@@ -54,59 +45,96 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 def _console() -> Console:
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDE)
 
 
-def _table(report: Report) -> Table:
+def _table(report: Report, wide: bool) -> Table:
     environment = report.environment
     settings = environment.get("settings", {})
-    title = f"{environment.get('model')}, {environment.get('dtype')}, {environment.get('cpu')}"
-    caption = (
-        f"{environment.get('num_prompts')} prompts, {settings.get('repeats')} repeats, batch "
-        f"{settings.get('concurrency')}, temperature {settings.get('temperature'):g}. Decoding only, prompts not "
-        "counted. Small figures: 10th to 90th percentile. Predicted: by the paper's formula with the measured "
-        "acceptance and c; with the measured cost of longer passes as well."
+    table = Table(
+        title=f"{environment.get('model')}, {environment.get('dtype')}, {environment.get('cpu')}",
+        caption=_caption(environment.get("num_prompts"), settings, wide),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        header_style="bold",
     )
-    table = Table(title=title, caption=caption, header_style="bold", caption_justify="left", expand=False)
-    for name in ("method", "K", "category"):
-        table.add_column(name, justify="right" if name == "K" else "left", no_wrap=True)
-    for name in _FIGURES:
-        table.add_column(name, justify="right", no_wrap=True)
-    rows, categories = report.rows, {row.category for row in report.rows} - {ALL}
-    for i, row in enumerate(rows):
-        if row.category == ALL and len(categories) == 1:  # says nothing new
-            continue
-        ends = i + 1 == len(rows) or _variant(rows[i + 1]) != _variant(row)
-        following = i + 2 < len(rows) and len(categories) == 1 and rows[i + 1].category == ALL
-        table.add_row(*_cells(row), end_section=ends or following, style="bold" if row.category == ALL else None)
+    columns = _COLUMNS if wide else {name: cell for name, cell in _COLUMNS.items() if name not in _ONLY_WIDE}
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("method", "category") else "right", no_wrap=True)
+    one_category = len({row.category for row in report.rows} - {ALL}) == 1
+    rows = [row for row in report.rows if not (one_category and row.category == ALL)]  # it would say nothing new
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        table.add_row(
+            *(cell(row, wide) for cell in columns.values()),
+            style="bold" if row.category == ALL else None,
+            end_section=following is not None and _variant(following) != _variant(row),
+        )
     return table
 
 
-def _variant(row: Row) -> tuple[str, int, str]:
+def _caption(num_prompts: Any, settings: dict[str, Any], wide: bool) -> str:
+    return (
+        f"{num_prompts} prompts, {settings.get('repeats')} repeats, batch {settings.get('concurrency')}, temperature "
+        f"{settings.get('temperature'):g}. Decoding alone is timed, reading the prompt is not. "
+        + ("Behind the speeds: 10th to 90th percentile. " if wide else "")
+        + "Predicted: by the paper's formula from the measured acceptance and c, if a longer pass cost nothing; and "
+        "with what it costs here."
+    )
+
+
+def _variant(row: Row) -> tuple[str, NumDrafted, str]:
     return row.method, row.num_speculative_tokens, row.drafter
 
 
-def _cells(row: Row) -> list[Text | str]:
-    plain = row.method == "none"
-    colour = (
-        "" if plain or row.speedup is None else "green" if row.speedup > 1.02 else "red" if row.speedup < 0.98 else ""
-    )
-    predicted = "" if plain else f"{_show(row.predicted_speedup)}, {_show(row.predicted_speedup_measured_verify)}"
-    same = {True: Text("yes", "green"), False: Text(f"{len(row.divergences)} differ", "red"), None: Text("-")}
-    return [
-        "plain" if plain else row.method,
-        "" if plain else str(row.num_speculative_tokens),
-        row.category,
-        _with_spread(row.tokens_per_second, row.tokens_per_second_spread, 1),
-        "" if plain else _with_spread(row.speedup, row.speedup_spread, 2, colour),
-        predicted,
-        _show(row.mean_acceptance_length),
-        "" if plain else _show(row.alpha),
-        "" if plain else _show(row.c, 3),
-        "" if plain else _show(row.verify_ratio),
-        "-" if row.time_to_first_token is None else f"{1e3 * row.time_to_first_token:.0f} ms",
-        same[row.identical],
-    ]
+def _name(row: Row) -> str:
+    return "plain" if row.method == "none" else f"{row.method} {row.num_speculative_tokens}"
+
+
+def _tokens_per_second(row: Row, wide: bool) -> Text:
+    return _with_spread(row.tokens_per_second, row.tokens_per_second_spread if wide else None, 1)
+
+
+def _speedup(row: Row, wide: bool) -> Text:
+    if row.method == "none" or row.speedup is None:
+        return Text("" if row.method == "none" else "-")
+    colour = "green" if row.speedup > 1.02 else "red" if row.speedup < 0.98 else ""
+    return _with_spread(row.speedup, row.speedup_spread if wide else None, 2, colour)
+
+
+def _predicted(row: Row, wide: bool) -> str:
+    if row.method == "none":
+        return ""
+    return f"{_show(row.predicted_speedup)}, {_show(row.predicted_speedup_measured_verify)}"
+
+
+def _same_text(row: Row, wide: bool) -> Text:
+    if row.identical is None:
+        return Text("-")
+    return Text("yes", "green") if row.identical else Text(f"{len(row.divergences)} differ", "red")
+
+
+def _first_token(row: Row, wide: bool) -> str:
+    return "-" if row.time_to_first_token is None else f"{1e3 * row.time_to_first_token:.0f} ms"
+
+
+def _unless_plain(name: str, digits: int = 2) -> Callable[[Row, bool], str]:
+    return lambda row, _wide: "" if row.method == "none" else _show(getattr(row, name), digits)
+
+
+_COLUMNS: dict[str, Callable[[Row, bool], Text | str]] = {
+    "method": lambda row, _wide: _name(row),
+    "category": lambda row, _wide: row.category,
+    "tokens/s": _tokens_per_second,
+    "speed-up": _speedup,
+    "predicted": _predicted,
+    "tokens\na pass": lambda row, _wide: _show(row.mean_acceptance_length),
+    "alpha": _unless_plain("alpha"),
+    "c": _unless_plain("c", 3),
+    "K+1 rows\n/ 1 row": _unless_plain("verify_ratio"),
+    "first\ntoken": _first_token,
+    "same\ntext": _same_text,
+}
+_ONLY_WIDE = {"alpha", "c", "K+1 rows\n/ 1 row", "first\ntoken"}
 
 
 def _show(value: float | None, digits: int = 2) -> str:

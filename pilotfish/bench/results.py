@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,6 +35,8 @@ from .clock import Outcome, TimedStep
 
 ALL = "all"  # the category of a row over all prompts
 Spread = tuple[float, float]
+NumDrafted = int | Literal["auto"]
+AUTO: Literal["auto"] = "auto"  # as many as pay, in each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Variant:
 
     index: int
     method: str
-    num_drafted: int
+    num_drafted: NumDrafted
     drafter: str = ""
 
 
@@ -98,7 +100,7 @@ class Row:
     predicted_speedup: float | None
     identical: bool | None
     divergences: list[Divergence]
-    num_speculative_tokens: int = 0
+    num_speculative_tokens: NumDrafted = 0
     drafter: str = ""
     tokens_per_second_spread: Spread | None = None
     speedup_spread: Spread | None = None
@@ -246,8 +248,10 @@ def _costs(variant: Variant, steps: Sequence[TimedStep], plain: Sequence[TimedSt
     }
 
 
-def _verify_ratio(num_drafted: int, steps: Sequence[TimedStep], plain: Sequence[TimedStep]) -> float | None:
-    """Passes over K + 1 rows per sequence against plain ones, at the largest batch that has both."""
+def _verify_ratio(num_drafted: NumDrafted, steps: Sequence[TimedStep], plain: Sequence[TimedStep]) -> float | None:
+    """Passes over K + 1 rows per sequence against plain ones, at the largest batch that has both. Not for auto."""
+    if num_drafted == AUTO:
+        return None
     full: dict[int, list[float]] = defaultdict(list)
     single: dict[int, list[float]] = defaultdict(list)
     for step in steps:

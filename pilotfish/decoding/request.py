@@ -109,6 +109,8 @@ class Request:
     max_length: prompt and output together never exceed it (the context). stop_ids: ids that end the text.
     text_stream: None if there is no tokenizer; then stop strings cannot be used.
     reference: extra text to copy from (OpenAI's predicted outputs), as ids; drafters may read it.
+    num_guessed: how many of the last tokens are only guessed and may be taken back. Never any in the engine's own
+        requests: it is how a drafter that is itself sped up by a drafter shows that one how far it has come.
     """
 
     id: str
@@ -120,6 +122,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     text_stream: TextStream | None = None
     reference: tuple[int, ...] = ()
+    num_guessed: int = 0
     tokens: list[int] = field(init=False)
     text: str = ""
     finish: FinishReason | None = None
@@ -144,6 +147,11 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_settled(self) -> int:
+        """How many of the tokens will stay: all but the guessed ones."""
+        return len(self.tokens) - self.num_guessed
 
     @property
     def room(self) -> int:

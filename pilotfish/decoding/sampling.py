@@ -10,8 +10,9 @@ all that greedy decoding needs.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,9 +52,12 @@ class SamplingParams:
                 raise OptionError(f"{name} must be a finite number, not {value!r}")
         for name in ("top_k", "max_tokens", "min_tokens", "n"):
             _whole(name, getattr(self, name))
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        for name in ("include_stop_str_in_output", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
         object.__setattr__(self, "stop", stop)  # the only place: normalises what the caller passed
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids))
         _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(self.top_k >= -1, "top_k", self.top_k, "1 or more, or 0 (or -1) for all tokens")
@@ -72,9 +76,11 @@ class SamplingParams:
         for text in stop:
             _require(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token)
+            _token("stop_token_ids", token)
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise OptionError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
         for token, bias in (self.logit_bias or {}).items():
-            _whole("logit_bias", token)
+            _token("logit_bias", token)
             if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
                 raise OptionError(f"logit_bias of token {token} must be a number (or -inf), not {bias!r}")
 
@@ -101,6 +107,19 @@ PARAM_NAMES = frozenset(f.name for f in fields(SamplingParams))
 def _whole(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise OptionError(f"{name} must be a whole number, not {value!r}")
+
+
+def _token(name: str, value: object) -> None:
+    """Negative ids would count from the end of the vocabulary."""
+    _whole(name, value)
+    assert isinstance(value, int)
+    _require(value >= 0, name, value, "token ids, 0 or more")
+
+
+def _several(name: str, values: object) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise OptionError(f"{name} must be a list, not {values!r}")
+    return tuple(values)
 
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:

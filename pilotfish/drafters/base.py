@@ -1,7 +1,7 @@
 """What a drafter owes the engine: guesses, and nothing more.
 
-A drafter can be wrong or slow; it can never change or fail a request. It does not see the target, its cache or the
-acceptance rule; it sees requests (read only), says what might come next, and is told what was kept.
+A drafter can be wrong or slow; it can never change or fail a request. It does not see the acceptance rule; it sees
+requests (read only), says what might come next, and is told what was kept. Most never touch the target either.
 
 To add one: a file in this folder, named after the method, with one `Drafter` subclass whose `Options` is a frozen
 dataclass. The registry, the command line and the conformance suite find it by themselves.
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..decoding.draft import Draft
 from ..decoding.request import Request, Step
-from ..models.base import ModelInfo
+from ..models.base import CausalLM, ModelInfo
 from ..models.tokenizer import Tokenizer
+from ..paged.cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,17 @@ class NoOptions:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where a drafter will work: the target's facts and the engine's bounds.
+    """Where a drafter will work: the target and the engine's bounds.
 
+    model, cache: the target itself and its pages, for drafters that draft with it. They may write rows only behind a
+        sequence's length, and no more than the limit given to `Drafter.propose`; verification overwrites them.
     tokenizer: the target's, None if it has none. max_length: longest text. max_num_seqs: requests at once.
-    max_rows: rows one pass may have.
+    max_rows: rows one pass may have. trees: whether drafts may branch here.
     """
 
     target: ModelInfo
+    model: CausalLM
+    cache: KVCache
     tokenizer: Tokenizer | None
     max_length: int
     max_num_seqs: int
@@ -42,13 +47,14 @@ class Setting:
     max_rows: int
     num_cache_tokens: int
     device: torch.device
+    trees: bool = True
 
 
 class Drafter(ABC):
     """Base of all drafters. Only `propose` is mandatory."""
 
     Options: ClassVar[type[Any]] = NoOptions
-    trees: ClassVar[bool] = False  # whether drafts may branch
+    trees: bool = False  # whether drafts may branch
     taps: Sequence[int] = ()  # target layers whose hidden states `observe` wants
 
     @classmethod
@@ -58,7 +64,11 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        """One draft per request, of at most ``limits[i]`` >= 1 nodes; `EMPTY` where there is no idea."""
+        """One draft per request, of at most ``limits[i]`` >= 1 nodes; `EMPTY` where there is no idea.
+
+        What is remembered of a request from call to call must come from its first ``num_settled`` tokens: the rest,
+        if any, may be other tokens next time.
+        """
 
     def observe(self, steps: Sequence[Step], taps: Mapping[int, Tensor]) -> None:  # noqa: B027
         """What the pass kept, for every request that was in it; ``taps[layer]``: [T, hidden] of the whole batch."""

@@ -96,7 +96,7 @@ class NgramDrafter(Drafter):
     def _propose(self, request: Request, limit: int) -> Draft:
         low, high = self.options.shortest, self.options.longest
         own = self._own.setdefault(request.id, _Index(low, high))
-        own.extend(request.tokens)
+        own.extend(request.tokens if not request.num_guessed else request.tokens[: request.num_settled])
         sources: list[tuple[_Index, Sequence[int]]] = [(own, request.tokens)]
         if request.reference:
             if request.id not in self._reference:

@@ -82,6 +82,8 @@ class Engine:
         self.drafter = build_drafter(
             Setting(
                 target=target.info,
+                model=target,
+                cache=self.cache,
                 tokenizer=tokenizer,
                 max_length=self.max_length,
                 max_num_seqs=options.max_num_seqs,
@@ -89,6 +91,7 @@ class Engine:
                 max_rows=options.max_num_batched_tokens,
                 num_cache_tokens=self.cache.capacity,
                 device=target.info.device,
+                trees=rule != "block",
             )
         )
         if rule == "block" and self.drafter.trees:
@@ -111,6 +114,7 @@ class Engine:
         Raises PromptError for an empty or too long prompt, CapacityError if the page pool cannot hold it.
         """
         self._check_prompt(prompt, params, text_stream)
+        self._check_ids("reference", reference)
         seed = self.entropy() if params.seed is None else params.seed
         requests = []
         for choice in range(params.n):
@@ -198,8 +202,10 @@ class Engine:
         num_ids = self.target.info.vocab_size
         if not all(0 <= token < num_ids for token in draft.tokens):
             raise PilotfishError(f"drafted ids {draft.tokens} are not all in the target's table of {num_ids}")
-        if draft.probs is not None and draft.probs.shape[1] != num_ids:
-            raise PilotfishError(f"draft laws have {draft.probs.shape[1]} ids, the target has {num_ids}")
+        if draft.probs is not None and draft.probs.shape != (len(draft), num_ids):
+            raise PilotfishError(f"draft laws of shape {tuple(draft.probs.shape)}, not {(len(draft), num_ids)}")
+        if self.rule == "block" and not draft.is_chain:
+            raise PilotfishError("a draft with branches, where 'block' judges chains")
         return draft.first(limit)
 
     def _advance(self, entry: Entry, draft: Draft, judgement: Judgement | PilotfishError | None) -> Step:
@@ -223,7 +229,11 @@ class Engine:
     def _forget(self, request: Request) -> None:
         self.scheduler.remove(request)
         self.controller.release(request)
-        self.drafter.release(request)
+        try:
+            self.drafter.release(request)
+        except Exception:
+            self.num_failed_drafts += 1
+            log.exception("the drafter failed to forget a request (%d failures so far)", self.num_failed_drafts)
 
     def _check_prompt(self, prompt: Sequence[int], params: SamplingParams, text_stream: object) -> None:
         if len(prompt) == 0:
@@ -233,13 +243,17 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens and the context {self.max_length}, of which at least one is for "
                 "the answer; shorten the prompt"
             )
+        self._check_ids("prompt", prompt)
         num_ids = self.target.info.vocab_size
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < num_ids:
-                raise PromptError(f"prompt token {token!r} is not an id from 0 to {num_ids - 1}")
         for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids)):
             for token in ids:
                 if not 0 <= token < num_ids:
                     raise OptionError(f"{name} names token {token}, which is not an id from 0 to {num_ids - 1}")
         if params.stop and text_stream is None:
             raise OptionError("stop strings need a tokenizer; use stop_token_ids")
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
+        num_ids = self.target.info.vocab_size
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < num_ids:
+                raise PromptError(f"{name} token {token!r} is not an id from 0 to {num_ids - 1}")

@@ -36,10 +36,9 @@ def judge(requests: Sequence[Request], drafts: Sequence[Draft], logits_NV: Tenso
     for request, draft in zip(requests, drafts, strict=True):
         stop = start + len(draft) + 1
         if _plainly_greedy(request):
-            if any(map(math.isnan, greedy_values[start:stop])):
-                results.append(_broken(request))
-            else:
-                results.append((_match_choices(draft, greedy_rows[start:stop]), []))
+            broken = [math.isnan(value) for value in greedy_values[start:stop]]
+            verdict = _match_choices(draft, greedy_rows[start:stop])
+            results.append(_broken(request) if broken[0] else (_before_broken(draft, verdict, broken), []))
         else:
             results.append(_judge_one(request, draft, logits_NV[start:stop]))
         start = stop
@@ -61,19 +60,30 @@ def _judge_one(request: Request, draft: Draft, logits_NV: Tensor) -> Judgement |
     context = (params, request.prompt, outputs, request.stop_ids)
     if params.greedy:
         processed_NV = process(logits_NV, *context)
-        if bool(processed_NV.sum().isnan()):
-            return _broken(request)
+        broken = processed_NV.sum(1).isnan().tolist()
         verdict = _match_choices(draft, processed_NV.argmax(1).tolist())
-        if params.logprobs is None:
-            return verdict, []
-        return verdict, _logprobs(torch.log_softmax(processed_NV, 1), draft, verdict, params.logprobs)
-    p_NV = warp(logits_NV, *context)
-    if bool(p_NV.sum().isnan()):
+    else:
+        p_NV = warp(logits_NV, *context)
+        broken = p_NV.sum(1).isnan().tolist()
+        if any(broken):  # any law will do there: the verdict is cut before it
+            p_NV = torch.where(torch.tensor(broken, device=p_NV.device)[:, None], 1 / p_NV.shape[1], p_NV)
+        verdict = verify(draft, p_NV, request.rule, SeededNoise(request.seed, len(request.tokens)))
+    if broken[0]:
         return _broken(request)
-    verdict = verify(draft, p_NV, request.rule, SeededNoise(request.seed, len(request.tokens)))
+    verdict = _before_broken(draft, verdict, broken)
     if params.logprobs is None:
         return verdict, []
-    return verdict, _logprobs(p_NV.log(), draft, verdict, params.logprobs)
+    logprobs_NV = torch.log_softmax(processed_NV, 1) if params.greedy else p_NV.log()
+    return verdict, _logprobs(logprobs_NV, draft, verdict, params.logprobs)
+
+
+def _before_broken(draft: Draft, verdict: Verdict, broken: Sequence[bool]) -> Verdict:
+    """The verdict up to the first accepted node behind which the law is broken: a draft cannot fail a request. If that
+    is the request's own text, the next pass meets it as plain decoding would."""
+    for length, node in enumerate(verdict.path):
+        if broken[node + 1]:
+            return Verdict(verdict.path[:length], draft.tokens[node])
+    return verdict
 
 
 def _broken(request: Request) -> PilotfishError:

@@ -88,10 +88,9 @@ class Scheduler:
         plan, budget = Plan(), self.options.max_num_batched_tokens
         preemptions = self.num_preemptions
         running = list(self.running)
-        for request, wanted in zip(running, self.limits_of(running) if running else (), strict=True):
-            if budget <= 0:
-                break
-            if request in self.running and (entry := self._grant(request, budget, wanted)):  # else just preempted
+        for i, (request, wanted) in enumerate(zip(running, self.limits_of(running) if running else (), strict=True)):
+            left = budget - (len(running) - 1 - i)  # one row for each that comes after, whatever this one drafts
+            if request in self.running and (entry := self._grant(request, left, wanted)):  # else just preempted
                 plan.entries.append(entry)
                 budget -= entry.num_trunk + entry.limit
         while budget > 0 and self.num_preemptions == preemptions and (entry := self._admit(budget)):

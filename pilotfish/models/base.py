@@ -20,7 +20,8 @@ class ModelInfo:
     """Facts of a loaded model.
 
     name: as the user gave it. context: the longest text it takes, in tokens. eos_ids: what ends a text.
-    num_bytes: of its weights.
+    num_bytes: of its weights. quantization: how they are kept (none, int8, int4). bitwise: whether a row's logits are
+    the same to the last bit whatever else is in the batch. implementation: hf (transformers' code) or native (ours).
     """
 
     name: str
@@ -33,6 +34,9 @@ class ModelInfo:
     dtype: torch.dtype
     device: torch.device
     eos_ids: frozenset[int] = frozenset()
+    quantization: str = "none"
+    bitwise: bool = False
+    implementation: str = "hf"
 
 
 @dataclass(slots=True)
@@ -53,5 +57,11 @@ class CausalLM(Protocol):
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
         """An empty cache of this model's shape, dtype and device."""
 
-    def forward(self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = ()) -> ModelOutput:
-        """One pass over the batch's rows; their keys and values land in the cache's slots."""
+    def forward(
+        self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = (), layers: Sequence[int] | None = None
+    ) -> ModelOutput:
+        """One pass over the batch's rows; their keys and values land in the cache's slots.
+
+        layers: only these run, in ascending order, and only their keys and values are written; states pass the others
+        unchanged. None: all. Raises ModelError for one that the model does not have.
+        """

@@ -4,8 +4,9 @@ It does not know architectures one by one. The one trick: transformers lets an a
 name and hands unknown keyword arguments down to it; so the model runs its own code, with the whole ragged batch as
 one row of a "sequence", no cache object of theirs, and our function reads and writes the pages.
 
-A model may accept such a function and never call it (bloom does), or carry state that cannot be rolled back (Mamba).
-Both are refused: by their flags, and by a self-check against the stock forward at load.
+Nothing is believed because a config says so. The shapes of keys and values are measured with one token; that the model
+computes the same on pages is checked with two short texts against its stock forward. A model may accept our function
+and never call it (bloom does), bring masks of its own, or carry state that cannot be rolled back (Mamba): refused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,12 +21,17 @@ from ..attention import sdpa
 from ..errors import ModelError
 from ..paged.batch import Batch, Feed, lay_out
 from ..paged.cache import KVCache, LayerShape
-from .base import ModelInfo, ModelOutput
+from .base import CausalLM, ModelInfo, ModelOutput
 
-_NAME = "pilotfish"
+_NAME, _MEASURING = "pilotfish", "pilotfish-measuring"
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
-_SELF_CHECK_TOKENS = 12
-_LONGEST_SELF_CHECK = 64  # a window up to here is crossed by the check
+_CHECK_TOKENS = (12, 9)
+_SHORT_WINDOW, _LONGEST_CHECKED_WINDOW = 5, 64
+# The largest error of a row's logits allowed in the self-check, relative to their spread. In float64 it is not smaller
+# because transformers' eager attention rounds to float32 all the same. In bfloat16 rounding alone comes to 0.1; a row
+# that misses half of its keys is off by 0.4 to 2.5.
+_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
+_COARSE_TOLERANCE = 0.3
 
 
 class _Pass:
@@ -51,7 +57,9 @@ def _paged_attention(
     **_others: object,  # transformers passes what other implementations need (dropout, position_ids, ...)
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [1, H, T, D], key and value [1, G, T, D]; returns [1, T, H, D]."""
-    assert pilotfish_pass is not None, "this model does not hand keyword arguments down to its attention"
+    assert pilotfish_pass is not None, "it does not hand keyword arguments down to its attention"
+    if attention_mask is not None:  # transformers makes none for a function like ours, so the model has its own rules
+        raise ModelError(f"{type(module).__name__} brings an attention mask of its own")
     batch, cache, layer = pilotfish_pass.batch, pilotfish_pass.cache, int(module.layer_idx)  # type: ignore[arg-type]
     pilotfish_pass.num_calls += 1
     keys, values = cache.keys[layer], cache.values[layer]
@@ -70,7 +78,38 @@ def _paged_attention(
     return out_THD[None], None
 
 
+class _Measured:
+    """What one token's pass shows: per layer its attention module and the shapes to cache; kinds of keys."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, nn.Module] = {}
+        self.shapes: dict[int, LayerShape] = {}
+        self.kinds: set[tuple[torch.dtype, torch.device]] = set()
+
+
+def _measuring_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    pilotfish_measured: _Measured | None = None,
+    **_others: object,
+) -> tuple[Tensor, None]:
+    """Like `_paged_attention`, for one token: what it sees in itself is its own value."""
+    measured = pilotfish_measured
+    assert measured is not None, "it does not hand keyword arguments down to its attention"
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int) or layer in measured.shapes:
+        raise ModelError(f"{type(module).__name__} attends as layer {layer}, and every layer must attend just once")
+    measured.modules[layer] = module
+    measured.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+    measured.kinds.add((key.dtype, key.device))
+    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+
+
 AttentionInterface.register(_NAME, _paged_attention)
+AttentionInterface.register(_MEASURING, _measuring_attention)
 
 
 class HuggingFaceLM:
@@ -87,30 +126,34 @@ class HuggingFaceLM:
         self._config = config
         name = name or str(getattr(config, "name_or_path", "") or type(model).__name__)
         _refuse_what_cannot_work(model, config, name)
-        weight: Any = model.get_input_embeddings().weight
+        measured = self._measure(name)
+        ((dtype, device),) = measured.kinds
         self.info = ModelInfo(
             name=name,
             architecture=type(model).__name__,
             vocab_size=int(config.vocab_size),
             context=_context(config),
-            layers=_layer_shapes(model, config),
+            layers=tuple(shape for _, shape in sorted(measured.shapes.items())),
             hidden_size=int(config.hidden_size),
             num_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-            dtype=weight.dtype,
-            device=weight.device,
-            eos_ids=_eos_ids(model),
+            dtype=dtype,
+            device=device,
+            eos_ids=eos_ids(model),
         )
-        self._blocks = _blocks(model, len(self.info.layers))
+        self._blocks = _blocks(model, measured)
         if self_check:
-            self._self_check()
+            with _short_windows(model, config):
+                check_against_stock(self, model)
 
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
         return KVCache(self.info.layers, num_pages, page_size, dtype=self.info.dtype, device=self.info.device)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = ()) -> ModelOutput:
+    def forward(
+        self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = (), layers: Sequence[int] | None = None
+    ) -> ModelOutput:
         running = _Pass(batch, cache)
-        with self._our_attention(), _tapping(self._blocks, taps) as tapped:
+        with self._attention(_NAME), _running(self._blocks, layers), _tapping(self._blocks, taps) as tapped:
             output = self.model(
                 input_ids=batch.tokens_T[None],
                 position_ids=batch.positions_T[None],
@@ -118,47 +161,104 @@ class HuggingFaceLM:
                 logits_to_keep=batch.wanted_N,
                 pilotfish_pass=running,
             )
-        assert running.num_calls == len(self.info.layers), "a layer did not use our attention"
-        return ModelOutput(output.logits[0], tapped)
+        assert running.num_calls == len(self.info.layers if layers is None else layers), "not every layer is paged"
+        logits = output.logits[0]
+        if len(logits) != len(batch.wanted_N):  # some models do not know logits_to_keep and give every row's
+            logits = logits[batch.wanted_N]
+        return ModelOutput(logits, tapped)
 
     @contextmanager
-    def _our_attention(self) -> Iterator[None]:
+    def _attention(self, name: str) -> Iterator[None]:
+        """The model attends through this function; whatever happens, through its own again afterwards."""
         config = self._config
         before = config._attn_implementation
-        config._attn_implementation = _NAME
+        config._attn_implementation = {"": name}  # a dict: the configs nested in this one are left alone
         try:
             yield
         finally:
-            config._attn_implementation = before
+            config._attn_implementation = {"": before}
 
     @torch.inference_mode()
-    def _self_check(self) -> None:
-        """The same short text through our path (in two chunks) and through the stock forward must agree."""
-        info = self.info
-        window = getattr(self._config, "sliding_window", None) or 0
-        wanted = window + 4 if 0 < window <= _LONGEST_SELF_CHECK else _SELF_CHECK_TOKENS
-        tokens = [(7 * i + 3) % info.vocab_size for i in range(min(wanted, info.context))]
-        cache = self.new_cache(2, wanted)
-        cache.open("check", tokens)
-        cache.reserve("check", len(tokens))
-        ours, done, half = [], 0, max(1, len(tokens) // 2)
-        try:
-            for chunk in (tokens[:half], tokens[half:]):
-                batch = lay_out([Feed("check", chunk, done, len(chunk))], cache, info.device)
-                ours.append(self.forward(batch, cache).logits_NV)
-                done += len(chunk)
-            stock_NV = self.model(input_ids=torch.tensor([tokens], device=info.device), use_cache=False).logits[0]
-        except (AssertionError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise ModelError(f"{info.name}: {info.architecture} does not run with paged attention: {error}") from error
-        ours_NV, stock_NV = torch.cat(ours).double(), stock_NV.double()
-        scale = float(stock_NV.abs().max().clamp(min=1.0))
-        error_size = float((ours_NV - stock_NV).abs().max()) / scale
-        tolerance = {torch.float64: 1e-5, torch.float32: 1e-3}.get(info.dtype, 0.1)
-        if not error_size <= tolerance:  # a NaN fails too
+    def _measure(self, name: str) -> _Measured:
+        """One token through the model: what would its attention layers cache?"""
+        measured = _Measured()
+        ids_1T = torch.zeros(1, 1, dtype=torch.int64, device=self.model.get_input_embeddings().weight.device)
+        with _explained(name, self.model), self._attention(_MEASURING):
+            self.model(input_ids=ids_1T, position_ids=ids_1T, use_cache=False, pilotfish_measured=measured)
+        num_layers = int(self._config.num_hidden_layers)
+        if sorted(measured.shapes) != list(range(num_layers)):
             raise ModelError(
-                f"{info.name}: {info.architecture} gives other logits with paged attention than without (relative "
-                f"difference {error_size:.1e}, allowed {tolerance:.0e}); it keeps state or masks that cannot be served"
+                f"{name}: {len(measured.shapes)} of {num_layers} layers of {type(self.model).__name__} attend through "
+                "a registered function; what the others keep cannot be rolled back when a draft is rejected"
             )
+        if len(measured.kinds) > 1:
+            kinds = " and ".join(sorted(f"{dtype} on {device}" for dtype, device in measured.kinds))
+            raise ModelError(f"{name}: keys are in {kinds}; load the model with one dtype on one device")
+        return measured
+
+
+@torch.inference_mode()
+def check_against_stock(lm: CausalLM, model: Any) -> None:
+    """Two short texts through our path, together and in two chunks each, must agree with their stock forwards.
+
+    A window of up to 64 tokens is crossed. Raises ModelError if they do not, or if our path does not run at all.
+    """
+    info = lm.info
+    window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
+    lengths = [n + (window if window <= _LONGEST_CHECKED_WINDOW else 0) for n in _CHECK_TOKENS]
+    texts = [[(7 * i + 3 * n) % info.vocab_size for i in range(min(n, info.context))] for n in lengths]
+    cache = lm.new_cache(len(texts), max(lengths))
+    ours: list[list[Tensor]] = [[] for _ in texts]
+    with _explained(info.name, model):
+        stock = [model(input_ids=torch.tensor([text], device=info.device), use_cache=False).logits[0] for text in texts]
+        for number, text in enumerate(texts):
+            cache.open(str(number), text)
+            cache.reserve(str(number), len(text))
+        for start, stop in ((0, 4), (4, max(lengths))):
+            parts = [text[start:stop] for text in texts]
+            feeds = [Feed(str(n), part, start, len(part)) for n, part in enumerate(parts) if part]
+            logits_NV = lm.forward(lay_out(feeds, cache, info.device), cache).logits_NV
+            for feed, rows in zip(feeds, torch.split(logits_NV, [len(part) for part in parts if part]), strict=True):
+                ours[int(feed.sequence)].append(rows)
+    error = max(_difference(torch.cat(chunks), whole) for chunks, whole in zip(ours, stock, strict=True))
+    tolerance = _TOLERANCES.get(info.dtype, _COARSE_TOLERANCE)
+    if not error <= tolerance:  # a NaN fails too
+        raise ModelError(
+            f"{info.name}: {info.architecture} gives other logits with paged attention than without (relative "
+            f"difference {error:.1e}, allowed {tolerance:.0e}); it keeps state or masks that cannot be served"
+        )
+
+
+def _difference(ours_NV: Tensor, stock_NV: Tensor) -> float:
+    """The worst row's root mean square error, relative to the spread of that row's logits."""
+    ours_NV, stock_NV = ours_NV.double(), stock_NV.double()
+    spread_N = stock_NV.std(1).clamp(min=1e-6)
+    return float(((ours_NV - stock_NV).square().mean(1).sqrt() / spread_N).max())
+
+
+@contextmanager
+def _explained(name: str, model: nn.Module) -> Iterator[None]:
+    """Whatever a model raises when it is run in a way it was not made for, in the user's terms."""
+    try:
+        yield
+    except (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{name}: {type(model).__name__} does not run with paged attention: {reason}") from error
+
+
+@contextmanager
+def _short_windows(model: nn.Module, config: Any) -> Iterator[None]:
+    """Sliding windows cut to a few tokens, so that a short text shows how the model treats their edges."""
+    owners: list[Any] = [config, *model.modules()]
+    windows = [(owner, getattr(owner, "sliding_window", None)) for owner in owners]
+    cut = [(owner, window) for owner, window in windows if isinstance(window, int) and window > _SHORT_WINDOW]
+    for owner, _ in cut:
+        owner.sliding_window = _SHORT_WINDOW
+    try:
+        yield
+    finally:
+        for owner, window in cut:
+            owner.sliding_window = window
 
 
 def _refuse_what_cannot_work(model: PreTrainedModel, config: Any, name: str) -> None:
@@ -169,8 +269,8 @@ def _refuse_what_cannot_work(model: PreTrainedModel, config: Any, name: str) -> 
     if getattr(model, "_is_stateful", False) or kinds - _KNOWN_LAYERS:
         odd = ", ".join(sorted(kinds - _KNOWN_LAYERS)) or "recurrent state"
         raise ModelError(
-            f"{name}: {kind} has layers that cannot be rolled back when a draft is rejected ({odd}); "
-            "choose a model with attention layers only"
+            f"{name}: {kind} has layers that cannot be served from pages of keys and values, or not be rolled back "
+            f"when a draft is rejected ({odd}); choose a model with full or sliding-window attention only"
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
@@ -180,32 +280,39 @@ def _refuse_what_cannot_work(model: PreTrainedModel, config: Any, name: str) -> 
 
 
 def _context(config: Any) -> int:
+    """The longest text in tokens, as far as the model treats all lengths alike."""
+    longest = 1 << 20
     for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
         value = getattr(config, key, None)
         if isinstance(value, int) and value > 0:
-            return value
-    return 1 << 20
+            longest = value
+            break
+    # Beyond its original length, LongRoPE turns everything by other angles, and it goes by the longest text in the
+    # pass: one request would change another, and cached keys were turned by the old angles.
+    rope = getattr(config, "rope_parameters", None) or {}
+    for own in (rope, *(entry for entry in rope.values() if isinstance(entry, dict))):
+        if own.get("rope_type") == "longrope":
+            original = own.get("original_max_position_embeddings")
+            longest = min(longest, int(original or getattr(config, "original_max_position_embeddings", 0) or longest))
+    return longest
 
 
-def _layer_shapes(model: PreTrainedModel, config: Any) -> tuple[LayerShape, ...]:
-    heads = int(config.num_attention_heads)
-    num_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return (LayerShape(num_heads, dim, dim),) * int(config.num_hidden_layers)
-
-
-def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
+def eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The ids that end a text, as the model's own settings say."""
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(model.config.get_text_config(), "eos_token_id", None)
     return frozenset([eos] if isinstance(eos, int) else eos or ())
 
 
-def _blocks(model: PreTrainedModel, num_layers: int) -> list[nn.Module]:
-    """The decoder layers in order: the first module list of the right length (where states can be tapped)."""
+def _blocks(model: PreTrainedModel, measured: _Measured) -> list[nn.Module]:
+    """The decoder layers in order (where states can be tapped): the module list whose items hold the attentions."""
+    attentions = [module for _, module in sorted(measured.modules.items())]
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return list(module)
+        if isinstance(module, nn.ModuleList) and len(module) == len(attentions):
+            blocks = list(module)
+            if all(own in set(block.modules()) for own, block in zip(attentions, blocks, strict=True)):
+                return blocks
     return []
 
 
@@ -227,3 +334,32 @@ def _tapping(blocks: Sequence[nn.Module], layers: Sequence[int]) -> Iterator[dic
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _running(blocks: Sequence[nn.Module], layers: Sequence[int] | None) -> Iterator[None]:
+    """While this lasts, only these layers do anything. The others stay where they are, so every layer keeps its number
+    (by which models choose windows and rotations), but hand on the states they get."""
+    if layers is None:
+        yield
+        return
+    chosen = set(layers)
+    if odd := [layer for layer in layers if not 0 <= layer < len(blocks)]:
+        raise ModelError(f"layer {odd[0]} cannot be run alone: the model has layers 0 to {len(blocks) - 1}")
+    assert sorted(chosen) == list(layers), "layers ascend"
+    skipped = [block for layer, block in enumerate(blocks) if layer not in chosen]
+    replaced = [block.__dict__.get("forward") for block in skipped]  # some libraries hook in there too
+    for block in skipped:
+        block.__dict__["forward"] = _hand_on
+    try:
+        yield
+    finally:
+        for block, before in zip(skipped, replaced, strict=True):
+            if before is None:
+                del block.__dict__["forward"]
+            else:
+                block.__dict__["forward"] = before
+
+
+def _hand_on(hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
+    return hidden_states

@@ -88,14 +88,20 @@ def _load_from(source: str, name: str, options: LoadOptions, gguf_file: str | No
 
     extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     weights: dict[str, Any] = {} if gguf_file is None else {"quantization_config": GgufConfig(dequantize=True)}
+    bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=_DTYPES.get(options.dtype, "auto"), **extra, **weights
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=_DTYPES.get(options.dtype, "auto"), output_loading_info=True, **extra, **weights
         )
-        logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     except Exception as error:  # transformers, safetensors and the hub raise a dozen unrelated kinds
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):  # transformers would make them up
+        raise ModelError(f"model {name!r} is incomplete: {len(missing)} weights are missing, {missing[0]} for one")
     try:
         tokenizer = Tokenizer(AutoTokenizer.from_pretrained(source, **extra))
     except Exception as error:

@@ -7,7 +7,7 @@ overwrites the rest.
     one sequence:   [ shared full pages | own full pages | own last page ]
                     0 ........................... length ^ scratch rows of the running pass ...
 
-Only committed rows of full pages are ever hashed, and hashed rows are never written again.
+Only committed rows of full pages are ever made known for sharing, and such rows are never written again.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ class LayerShape:
 class _Sequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0
-    num_hashed: int = 0  # full pages whose hash is known
-    last_hash: int = ROOT
+    num_known: int = 0  # full pages that the pool has been told of
+    last_known: int = ROOT  # the number of the last of them
 
 
 class KVCache:
@@ -97,14 +97,14 @@ class KVCache:
         entry = self._sequences[sequence] = _Sequence()
         if self.prefix_sharing:
             for start in range(0, len(tokens) - self.page_size, self.page_size):
-                hit = self.pool.find(entry.last_hash, tokens[start : start + self.page_size])
+                hit = self.pool.find(entry.last_known, tokens[start : start + self.page_size])
                 if hit is None:
                     break
-                page, entry.last_hash = hit
+                page, entry.last_known = hit
                 self.pool.share(page)
                 entry.pages.append(page)
-            entry.num_hashed = len(entry.pages)
-            entry.length = entry.num_hashed * self.page_size
+            entry.num_known = len(entry.pages)
+            entry.length = entry.num_known * self.page_size
         return entry.length
 
     def shortfall(self, sequence: str, num_rows: int) -> int:
@@ -135,10 +135,10 @@ class KVCache:
         entry.length += len(kept)
         assert entry.length <= len(tokens), (entry.length, len(tokens))
         if self.prefix_sharing:
-            while (end := (entry.num_hashed + 1) * self.page_size) <= entry.length:
-                page, chunk = entry.pages[entry.num_hashed], tokens[end - self.page_size : end]
-                entry.last_hash = self.pool.remember(page, entry.last_hash, chunk)
-                entry.num_hashed += 1
+            while (end := (entry.num_known + 1) * self.page_size) <= entry.length:
+                page, chunk = entry.pages[entry.num_known], tokens[end - self.page_size : end]
+                entry.last_known = self.pool.remember(page, entry.last_known, chunk)
+                entry.num_known += 1
 
     def release(self, sequence: str) -> None:
         """Let go of a sequence and its pages; unknown ids are fine (released twice is released)."""
@@ -162,7 +162,7 @@ class KVCache:
         self.pool.check([entry.pages for entry in self._sequences.values()])
         for name, entry in self._sequences.items():
             assert entry.length <= len(entry.pages) * self.page_size, f"{name}: more rows than pages"
-            assert entry.num_hashed * self.page_size <= entry.length, f"{name}: a row hashed before it was committed"
+            assert entry.num_known * self.page_size <= entry.length, f"{name}: a row made known before it was committed"
 
     def _move(self, entry: _Sequence, kept: Sequence[int]) -> None:
         """Bring a kept tree path to its place. Keys were rotated for their true positions, so they stay valid."""

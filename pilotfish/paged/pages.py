@@ -1,16 +1,17 @@
-"""PagePool: who holds which page. Host-side bookkeeping only: reference counts, a free list, prefix hashes.
+"""PagePool: who holds which page. Host-side bookkeeping only: reference counts, a free list, known prefixes.
 
-It does not know tensors, models or requests. The one trick: a page with a hash stays findable after its last holder
-let go, until it is handed out again; the free list hands out the longest unused first.
+It does not know tensors, models or requests. The one trick: a page whose prefix is known stays findable after its last
+holder let go, until it is handed out again; the free list hands out the longest unused first.
 
-A full page of committed tokens is known by hash(parent's hash, its tokens). A hit compares the tokens themselves, so
-a collision of hashes cannot put one text's keys under another.
+A full page of committed tokens is known by (its parent's number, its tokens). Numbers are given out once and never
+again, and the dict compares what it finds: no collision of hashes can put one text's keys under another.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import count
 
-ROOT = 0  # the hash that stands before the first page
+ROOT = 0  # the number that stands before the first page
 
 
 class PagePool:
@@ -20,9 +21,10 @@ class PagePool:
         assert num_pages > 0 and page_size > 0, (num_pages, page_size)
         self.num_pages, self.page_size = num_pages, page_size
         self._holders = [0] * num_pages
-        self._free = OrderedDict.fromkeys(range(num_pages))  # oldest first; hashed pages in it can be revived
-        self._page_of: dict[int, int] = {}
-        self._content: dict[int, tuple[int, int, tuple[int, ...]]] = {}  # page -> own hash, parent's hash, tokens
+        self._free = OrderedDict.fromkeys(range(num_pages))  # oldest first; known pages in it can be revived
+        self._numbers = count(ROOT + 1)
+        self._page_of: dict[tuple[int, tuple[int, ...]], int] = {}  # parent's number, tokens -> page
+        self._content: dict[int, tuple[int, tuple[int, tuple[int, ...]]]] = {}  # page -> own number, key in _page_of
 
     @property
     def num_free(self) -> int:
@@ -52,7 +54,7 @@ class PagePool:
         self._holders[page] += 1
 
     def release(self, page: int) -> None:
-        """One holder less; the last one frees the page, content and hash kept for whoever comes first."""
+        """One holder less; the last one frees the page, content and prefix kept for whoever comes first."""
         assert self._holders[page] > 0, f"page {page} is free already"
         self._holders[page] -= 1
         if self._holders[page] == 0:
@@ -61,21 +63,18 @@ class PagePool:
                 self._free.move_to_end(page, last=False)  # nothing to remember: hand it out first
 
     def remember(self, page: int, parent: int, tokens: Sequence[int]) -> int:
-        """Make a full, committed page findable; returns its hash, the parent of the next page's."""
+        """Make a full, committed page findable; returns its number, the parent of the next page's."""
         assert len(tokens) == self.page_size
-        key = hash((parent, tuple(tokens)))
+        key = parent, tuple(tokens)
         if key not in self._page_of:  # else the same content is known under another page: that one stays
             self._page_of[key] = page
-            self._content[page] = (key, parent, tuple(tokens))
-        return key
+            self._content[page] = next(self._numbers), key
+        return self._content[self._page_of[key]][0]
 
     def find(self, parent: int, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """(page, its hash) of a remembered page with this parent and these very tokens, or None."""
-        key = hash((parent, tuple(tokens)))
-        page = self._page_of.get(key)
-        if page is None or self._content[page] != (key, parent, tuple(tokens)):
-            return None
-        return page, key
+        """(page, its number) of a remembered page with this parent and these very tokens, or None."""
+        page = self._page_of.get((parent, tuple(tokens)))
+        return None if page is None else (page, self._content[page][0])
 
     def forget_all(self) -> None:
         """Drop every prefix (the weights changed, or a test wants a cold cache)."""
@@ -92,10 +91,10 @@ class PagePool:
         assert counts == self._holders, "holders do not match the sequences' pages"
         assert all((count == 0) == (page in self._free) for page, count in enumerate(counts)), "free list"
         for key, page in self._page_of.items():
-            assert self._content[page][0] == key, f"page {page} is known under two hashes"
-        assert len(self._content) == len(self._page_of), "hash table"
+            assert self._content[page][1] == key, f"page {page} is known under two prefixes"
+        assert len(self._content) == len(self._page_of), "known prefixes"
 
     def _forget(self, page: int) -> None:
         content = self._content.pop(page, None)
         if content is not None:
-            del self._page_of[content[0]]
+            del self._page_of[content[1]]

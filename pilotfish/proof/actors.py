@@ -25,7 +25,7 @@ class Witness(Drafter):
     """Any drafter, its latest drafts kept until they are taken."""
 
     def __init__(self, drafter: Drafter):
-        self.drafter, self.taps = drafter, drafter.taps
+        self.drafter, self.taps, self.trees = drafter, drafter.taps, drafter.trees
         self._latest: dict[str, Draft] = {}
 
     def take(self, request: Request) -> Draft:
@@ -54,8 +54,10 @@ class AskewLM:
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
         return self.model.new_cache(num_pages, page_size)
 
-    def forward(self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = ()) -> ModelOutput:
-        output = self.model.forward(batch, cache, taps=taps)
+    def forward(
+        self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = (), layers: Sequence[int] | None = None
+    ) -> ModelOutput:
+        output = self.model.forward(batch, cache, taps=taps, layers=layers)
         logits_NV = output.logits_NV / _FLATTER + self._bumps_V.to(output.logits_NV.dtype)
         return ModelOutput(logits_NV, output.taps)
 

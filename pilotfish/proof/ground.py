@@ -23,6 +23,7 @@ from ..engine.options import EngineOptions
 from ..models.base import CausalLM
 from ..models.tokenizer import Tokenizer
 from ..paged.cache import KVCache
+from .actors import Witness
 from .options import VerifyOptions
 
 Build = Callable[[Setting], Drafter]
@@ -88,24 +89,25 @@ class Watch:
         """After a run: nothing is left, neither in the engine nor in a cache of the drafter's own."""
         self.look(engine)
         self.num_failed_drafts += engine.num_failed_drafts
-        drafter = getattr(engine.drafter, "drafter", engine.drafter)
+        drafter = engine.drafter
+        while isinstance(drafter, Witness):
+            drafter = drafter.drafter
         own = getattr(drafter, "cache", None)
-        caches = [engine.cache, *([own] if isinstance(own, KVCache) else [])]
-        for cache, owner in zip(caches, ("the engine", "the drafter"), strict=False):
+        caches = [(engine.cache, "the engine"), *([(own, "the drafter")] if isinstance(own, KVCache) else [])]
+        for cache, owner in caches:
             if cache.pool.num_held or cache.sequences:
                 self.faults.append(f"{owner} still holds {cache.pool.num_held} pages after its last request")
 
 
 @dataclass(slots=True)
 class Ground:
-    """build, rule, num_drafted, trees: the method under test. prompts: token ids. pass_seconds: of a one-row pass."""
+    """build, rule, num_drafted: the method under test. prompts: token ids. pass_seconds: of a one-row pass."""
 
     model: CausalLM
     tokenizer: Tokenizer | None
     build: Build
     rule: Rule
     num_drafted: int | Literal["auto"]
-    trees: bool
     prompts: list[list[int]]
     options: VerifyOptions
     meter: Meter
@@ -117,9 +119,7 @@ class Ground:
         """Rows of a verification pass beside the pending token's, about."""
         return TYPICAL_DRAFT if self.num_drafted == "auto" else self.num_drafted
 
-    def engine(
-        self, build: Build | None = None, *, num_drafted: int | Literal["auto"] | None = None, rule: Rule | None = None
-    ) -> Engine:
+    def engine(self, build: Build | None = None, *, num_drafted: int | None = None, rule: Rule | None = None) -> Engine:
         """An engine with seats for all prompts: the method under test, or another drafter."""
         info = self.model.info
         longest = max(map(len, self.prompts)) + self.options.max_tokens + 1

@@ -33,12 +33,13 @@ _ROUNDING = 1e-6  # what float32 laws may differ by from float64 ones, in all
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Who drafts, and which rule judges. number: its own seeds."""
+    """Who drafts, and which rule judges. number: its own seeds. num_drafted: most nodes of a draft."""
 
     name: str
     build: Build
     rule: Rule
     number: int
+    num_drafted: int
 
 
 @dataclass(slots=True)
@@ -89,7 +90,6 @@ def draw(
     experiment: Experiment,
     *,
     num_draws: int,
-    num_drafted: int,
     seed: int,
     watch: Watch,
     tick: Callable[[], None] = lambda: None,
@@ -98,14 +98,14 @@ def draw(
     tallies = Tallies()
     for number, prefix in enumerate(prefixes):
         seeds = seed_stream(fold(seed, 1 + number), 2 + experiment.number)
-        engine = _engine(laws.memo, experiment, len(prefix) + num_drafted + 4, num_drafted, seeds)
+        engine = _engine(laws.memo, experiment, len(prefix) + experiment.num_drafted + 4, seeds)
         coupled = experiment.rule == "coupled"
         for _ in range(num_draws // len(prefixes)):
             engine.add(
                 prefix,
                 SamplingParams(
                     top_k=laws.top_k,
-                    max_tokens=num_drafted + 2,
+                    max_tokens=experiment.num_drafted + 2,
                     ignore_eos=True,
                     seed=seeds() if coupled else None,
                 ),
@@ -114,7 +114,7 @@ def draw(
     return tallies
 
 
-def _engine(memo: MemoLM, experiment: Experiment, longest: int, num_drafted: int, seeds: Callable[[], int]) -> Engine:
+def _engine(memo: MemoLM, experiment: Experiment, longest: int, seeds: Callable[[], int]) -> Engine:
     options = EngineOptions(
         max_num_seqs=SEATS, max_model_len=min(memo.info.context, longest), num_pages=SEATS * (longest // 16 + 4)
     )
@@ -123,7 +123,7 @@ def _engine(memo: MemoLM, experiment: Experiment, longest: int, num_drafted: int
         return Witness(experiment.build(setting))
 
     rule: Rule = "rejection" if experiment.rule == "coupled" else experiment.rule  # coupled comes with the seed
-    return Engine(memo, build, options, rule=rule, num_speculative_tokens=num_drafted, entropy=seeds)
+    return Engine(memo, build, options, rule=rule, num_speculative_tokens=experiment.num_drafted, entropy=seeds)
 
 
 class _Counter:

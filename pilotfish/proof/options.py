@@ -15,7 +15,7 @@ class VerifyOptions:
     limit: int = field(default=4, metadata={"help": "at most this many prompts"})
     max_tokens: int = field(default=48, metadata={"help": "tokens a prompt that are compared one by one"})
     temperature: tuple[float, ...] = field(default=(0.0, 1.0), metadata={"help": "compare at this temperature"})
-    draws: int = field(default=4000, metadata={"help": "draws of each chi-square test"})
+    draws: int = field(default=3000, metadata={"help": "draws of each chi-square test"})
     num_drafted: int = field(default=2, metadata={"help": "drafted tokens a step in the chi-square tests"})
     candidates: int = field(default=8, metadata={"help": "top_k of the chi-square tests; more need more draws"})
     seed: int = field(default=0, metadata={"help": "fixes every draw of the proof"})

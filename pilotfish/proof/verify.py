@@ -16,8 +16,9 @@ from ..bench.prompts import read_prompts
 from ..decoding.verify import Rule
 from ..drafters import registry
 from ..drafters.base import Drafter, Setting
-from ..drafters.draft_model import DraftModelDrafter
-from ..models.base import CausalLM
+from ..drafters.draft_model import DraftModelDrafter, DraftModelOptions
+from ..errors import OptionError
+from ..models.base import CausalLM, ModelInfo
 from ..models.load import Loaded, load
 from .actors import AskewLM, Liar
 from .ground import Build, Ground, Meter, measure_pass
@@ -31,9 +32,10 @@ from .statistics import Tally
 FAMILY = 1e-4
 NUM_PREFIXES = 2
 NUM_PROBES = 64  # prefixes tried until one is found after which the method drafts anything
-SECONDS_A_DRAW = 2.5e-3
+SECONDS_A_DRAW = 1e-3
 TREE_NODES = 6  # of a draft in the chi-square tests, where the method drafts trees
 _MEMO_ROWS = 4096
+_RULES: tuple[Rule, ...] = ("rejection", "block", "coupled")
 
 _WRONG_LAW = "emitted tokens do not follow the target's law"
 _CLASSES = {  # by field of Tallies: what is tested, and what it means if it fails
@@ -61,7 +63,6 @@ def run_verify(options: VerifyOptions, target: Loaded, speculation: registry.Spe
         build=speculation.build,
         rule=speculation.common.rule,
         num_drafted=num_drafted,
-        trees=registry.drafter_class(speculation.method).trees,
         prompts=prompts,
         options=options,
         meter=Meter(),
@@ -71,7 +72,7 @@ def run_verify(options: VerifyOptions, target: Loaded, speculation: registry.Spe
         checks = [*(outcome.check for outcome in (*texts, *own)), *_prove_laws(ground, speculation, draft, texts)]
     checks += _about_the_runs(ground)
     return Report(
-        target=target.model.info.name,
+        target=_describe_target(target.model.info),
         method=_describe(speculation, draft),
         checks=tuple(checks),
         num_near_ties=sum(outcome.num_near_ties for outcome in (*texts, *own)),
@@ -109,9 +110,11 @@ def _prove_laws(
     prefixes = uncertain_prefixes(laws, pairs or [(prompt[:-1], prompt[-1:]) for prompt in ground.prompts])
     own = _own_experiments(ground, speculation, draft)
     askew = _draft_model(AskewLM(memo))
-    rules: tuple[Rule, ...] = ("rejection", "block", "coupled")
-    sampled = [Experiment(f"sampled draft, {rule}", askew, rule, 10 + i) for i, rule in enumerate(rules)]
-    control = Experiment("control", lambda setting: Liar(askew(setting)), "rejection", 20)
+    num_drafted = ground.options.num_drafted
+    sampled = [Experiment(f"sampled draft, {rule}", askew, rule, 10 + i, num_drafted) for i, rule in enumerate(_RULES)]
+    if draft is not None and speculation.options.draft_sample_method == "probabilistic":
+        sampled = sampled[-1:]  # the method itself is a sampled draft under the other rules
+    control = Experiment("control", lambda setting: Liar(askew(setting)), "rejection", 20, num_drafted)
     results: list[tuple[Experiment, Tallies]] = []
     for experiment in (*own, *sampled, control):
         with ground.meter.stage(f"laws: {experiment.name}", _draw_seconds(ground), ground.options.draws):
@@ -189,22 +192,30 @@ def _about_the_runs(ground: Ground) -> list[Check]:
 
 def _with_loaded_draft(target: Loaded, speculation: registry.Speculation) -> tuple[registry.Speculation, Loaded | None]:
     """A draft model is loaded once and shared by all runs. None: the method has none, or finds its own."""
-    if speculation.method != "draft_model" or speculation.options.model is None:
+    model = getattr(speculation.options, "model", None)
+    if not isinstance(speculation.options, DraftModelOptions) or model is None:
         return speculation, None
-    model = speculation.options.model
     draft = model if isinstance(model, Loaded) else load(model, device=str(target.model.info.device))
     return replace(speculation, options=replace(speculation.options, model=draft)), draft
 
 
 def _own_experiments(ground: Ground, speculation: registry.Speculation, draft: Loaded | None) -> list[Experiment]:
-    """The method under test, with its draft model remembered by path like the target."""
+    """The method under test, with its draft model remembered by path like the target, by each rule that it takes."""
     if draft is not None:
         remembered = Loaded(MemoLM(draft.model, _memo_rows(ground)), draft.tokenizer)
         speculation = replace(speculation, options=replace(speculation.options, model=remembered))
+    num_drafted = ground.options.num_drafted
     if not ground.num_drafted:
-        return [Experiment("plain decoding", speculation.build, "rejection", 0)]
-    rules: tuple[Rule, ...] = ("rejection",) if ground.trees else ("rejection", "block")
-    return [Experiment(f"{speculation.method}, {rule}", speculation.build, rule, i) for i, rule in enumerate(rules)]
+        return [Experiment("plain decoding", speculation.build, "rejection", 0, num_drafted)]
+    found = []
+    for number, rule in enumerate(_RULES[:2]):
+        try:
+            trees = ground.engine(rule=rule).drafter.trees
+        except OptionError:  # `block` is for chains, and this method has nothing but trees
+            continue
+        nodes = max(num_drafted, TREE_NODES) if trees else num_drafted
+        found.append(Experiment(f"{speculation.method}, {rule}", speculation.build, rule, number, nodes))
+    return found
 
 
 def _draft_model(model: CausalLM) -> Build:
@@ -231,13 +242,11 @@ def _places(
 def _draw(
     ground: Ground, laws: ExactLaws, prefixes: Sequence[tuple[int, ...]], experiment: Experiment, num_draws: int
 ) -> Tallies:
-    own_trees = ground.trees and experiment.number < 10
     return draw(
         laws,
         prefixes,
         experiment,
         num_draws=num_draws,
-        num_drafted=TREE_NODES if own_trees else ground.options.num_drafted,
         seed=ground.options.seed,
         watch=ground.watch,
         tick=ground.meter.tick,
@@ -255,14 +264,18 @@ def _memo_rows(ground: Ground) -> int:
 
 
 def _num_experiments(ground: Ground) -> int:
-    return 4 + (1 if ground.trees or not ground.num_drafted else 2)
+    return 6 if ground.num_drafted else 5
 
 
 def _draw_seconds(ground: Ground) -> float:
-    """Of one experiment: the draws themselves, and some passes for paths not met before."""
-    return ground.options.draws * SECONDS_A_DRAW * (0.5 + ground.model.info.vocab_size / 100_000) + (
-        10 * ground.pass_seconds
-    )
+    """Of one experiment: the draws themselves, which handle laws as wide as the vocabulary, and some passes."""
+    a_draw = SECONDS_A_DRAW * (1 + ground.model.info.vocab_size / 16_000)
+    return ground.options.draws * a_draw + 20 * ground.pass_seconds
+
+
+def _describe_target(info: ModelInfo) -> str:
+    exact = ", bitwise: a row does not depend on the shape of a pass" if info.bitwise else ""
+    return f"{info.name} ({str(info.dtype).removeprefix('torch.')}{exact})"
 
 
 def _describe(speculation: registry.Speculation, draft: Loaded | None) -> str:

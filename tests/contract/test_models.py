@@ -27,7 +27,9 @@ CASES = {
     "mistral": ("mistral", {}),
     "gemma2": ("gemma2", {}),
     "gemma3_text": ("gemma3_text", {}),
+    "gemma4_text": ("gemma4_text", {}),
     "gpt2": ("gpt2", {}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
     "gpt_neox": ("gpt_neox", {}),
     "opt": ("opt", {}),
     "phi3": ("phi3", {}),
@@ -37,9 +39,12 @@ CASES = {
     "gpt_oss": ("gpt_oss", {}),
     "starcoder2": ("starcoder2", {}),
     "cohere": ("cohere", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
 }
 WINDOW = 6
-WINDOWED = ["qwen2 with a window", "mistral", "gemma2", "gemma3_text", "gpt_oss"]
+WINDOWED = ["qwen2 with a window", "mistral", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss"]
+# Its router computes in float32 in any dtype, and how a product is rounded depends on how many rows it has.
+ROUNDS = {"deepseek_v3": 1e-6}
 TREE = (-1, -1, 0, 0, 2, 1, 4)
 
 
@@ -111,10 +116,10 @@ def prefixes(tokens: Sequence[int], start: int) -> list[list[int]]:
     return [list(tokens[: i + 1]) for i in range(start, len(tokens))]
 
 
-def assert_same(ours: Tensor, stock: Tensor) -> None:
+def assert_same(ours: Tensor, stock: Tensor, case: str = "") -> None:
     assert ours.shape == stock.shape
     error = float((ours - stock).abs().max() / stock.abs().max())
-    assert error < 1e-9, error
+    assert error < ROUNDS.get(case, 1e-9), error
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -126,16 +131,16 @@ def test_prefill_chains_and_trees_of_two_sequences_in_shared_passes(case: str):
 
     # Both prompts begin in one pass, neither is finished.
     of_a, of_b = run(run.feed("a", a[:6], num_wanted=2), run.feed("b", b[:4], num_wanted=1))
-    assert_same(of_a, stock(prefixes(a[:6], 4)))
-    assert_same(of_b, stock([b[:4]]))
+    assert_same(of_a, stock(prefixes(a[:6], 4)), case)
+    assert_same(of_b, stock([b[:4]]), case)
     run.cache.commit("a", range(6), a)
     run.cache.commit("b", range(4), b)
 
     # The last chunk of one prompt beside the other's pending token and a chain of guesses.
     guesses = text(3, seed=3)
     of_a, of_b = run(run.feed("a", a[6:], num_wanted=1), run.feed("b", [b[4], *guesses]))
-    assert_same(of_a, stock([a]))
-    assert_same(of_b, stock(prefixes(b + guesses, 4)))
+    assert_same(of_a, stock([a]), case)
+    assert_same(of_b, stock(prefixes(b + guesses, 4)), case)
     run.cache.commit("a", range(3), a)
     run.cache.commit("b", [0], b)  # all guesses rejected
 
@@ -144,8 +149,8 @@ def test_prefill_chains_and_trees_of_two_sequences_in_shared_passes(case: str):
     b += text(1, seed=5)
     tree = tree_draft(TREE, seed=6)
     of_a, of_b = run(run.feed("a", a[-1:], tree), run.feed("b", b[-1:]))
-    assert_same(of_a, stock([a] + [a + list(path) for path in tree.paths()]))
-    assert_same(of_b, stock([b]))
+    assert_same(of_a, stock([a] + [a + list(path) for path in tree.paths()]), case)
+    assert_same(of_b, stock([b]), case)
 
     # A path with gaps is kept; the rows moved to their places must be as good as fresh ones.
     path = (0, 2, 4, 6)
@@ -154,8 +159,8 @@ def test_prefill_chains_and_trees_of_two_sequences_in_shared_passes(case: str):
     run.cache.commit("b", [0], b)
     b += text(1, seed=8)
     of_a, of_b = run(run.feed("a", a[-1:]), run.feed("b", b[-1:]))
-    assert_same(of_a, stock([a]))
-    assert_same(of_b, stock([b]))
+    assert_same(of_a, stock([a]), case)
+    assert_same(of_b, stock([b]), case)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -173,7 +178,7 @@ def test_a_tree_grown_level_by_level(case: str):
         tokens = [tree.tokens[node] for node in level]
         bits = tuple(sets[node] for node in level)
         (logits,) = run(Feed("a", tokens, len(prompt), len(level), bits, skipped=level.start))
-        assert_same(logits, stock([prompt + list(paths[node]) for node in level]))
+        assert_same(logits, stock([prompt + list(paths[node]) for node in level]), case)
 
 
 @pytest.mark.parametrize("case", WINDOWED)
@@ -186,13 +191,13 @@ def test_the_edges_of_a_window(case: str, length: int):
         run.cache.open(name, a)
     chunk = run.feed("chain", a[:-1], num_wanted=1), run.feed("tree", a[:-1], num_wanted=0)
     (of_chunk, _) = run(*chunk)
-    assert_same(of_chunk, stock([a[:-1]]))
+    assert_same(of_chunk, stock([a[:-1]]), case)
     for name in ("chain", "tree"):
         run.cache.commit(name, range(length - 1), a)
     guesses, tree = text(3, seed=20), tree_draft(TREE, seed=21)
     of_chain, of_tree = run(run.feed("chain", [a[-1], *guesses]), run.feed("tree", a[-1:], tree))
-    assert_same(of_chain, stock(prefixes(a + guesses, length - 1)))
-    assert_same(of_tree, stock([a] + [a + list(path) for path in tree.paths()]))
+    assert_same(of_chain, stock(prefixes(a + guesses, length - 1)), case)
+    assert_same(of_tree, stock([a] + [a + list(path) for path in tree.paths()]), case)
 
 
 @pytest.mark.parametrize("case", WINDOWED)

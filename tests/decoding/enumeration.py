@@ -2,8 +2,8 @@
 
 It does not know the acceptance rules. The one trick: a uniform number is never drawn but only ever *narrowed*. Each
 key (lane, position, index) owns an interval of [0, 1) that is all a branch knows about its number; a comparison or
-an inverse CDF cuts that interval, and the branch's probability shrinks by the cut. So a number that is read twice,
-by mistake or on purpose, is the same number both times, as it is in `SeededNoise`, and the resulting law is still exact.
+an inverse CDF cuts that interval, and the branch's probability shrinks by the cut. So a number that is read twice, by
+mistake or on purpose, is the same number both times, as it is in `SeededNoise`, and the law is exact all the same.
 """
 
 import itertools
@@ -224,7 +224,11 @@ def outcome(run: Callable[[Branch], tuple[Tokens, int]], p: Law, length: int) ->
 
 
 def one_pass(
-    p: Law, propose: Propose, judge: Rule | Judge, length: int, noise: Callable[[Branch], BranchingNoise] = BranchingNoise
+    p: Law,
+    propose: Propose,
+    judge: Rule | Judge,
+    length: int,
+    noise: Callable[[Branch], BranchingNoise] = BranchingNoise,
 ) -> Outcome:
     """What one draft and one verdict make of the target."""
 
@@ -257,5 +261,3 @@ def many_passes(
         return tokens, num_accepted
 
     return outcome(run, p, length)
-
-

@@ -12,11 +12,13 @@ from pilotfish.decoding.draft import EMPTY, Draft
 from pilotfish.decoding.noise import Lane, SeededNoise, uniform
 from pilotfish.decoding.verify import Verdict, verify
 
-from .enumeration import BranchingNoise, chosen, constant, deep, drawn, many_passes, one_pass, tables
+from .enumeration import BranchingNoise, branches, chosen, constant, deep, drawn, many_passes, one_pass, tables
 
 CLEARLY = 0.01
 EXACT = 1e-12
 P, Q = tables(1, 3, 4, sharpness=1.5), tables(2, 3, 4, sharpness=1.5)
+# Opposed, and with more than one token in the residual, so that *which* of them is drawn can go wrong.
+P4, Q4 = constant(0.4, 0.3, 0.2, 0.1), constant(0.05, 0.15, 0.35, 0.45)
 
 
 def with_probs(draft, change):
@@ -50,9 +52,10 @@ def test_siblings_drawn_without_replacement_under_the_law_with_replacement_bias(
     """The second of two children must carry q without the first."""
 
     def propose(noise):
-        return with_probs(drawn(noise, Q, deep(2)), lambda probs_nV: probs_nV[:1].expand(2, -1))
+        return with_probs(drawn(noise, Q4, deep(2)), lambda probs_nV: probs_nV[:1].expand(2, -1))
 
-    assert one_pass(P, propose, "rejection", 2).deviation > CLEARLY
+    assert one_pass(P4, lambda noise: drawn(noise, Q4, deep(2)), "rejection", 2).deviation < EXACT
+    assert one_pass(P4, propose, "rejection", 2).deviation > CLEARLY
 
 
 @pytest.mark.parametrize("widths", [deep(1), deep(2), deep(1, 1)], ids=["one", "two", "chain"])
@@ -86,14 +89,14 @@ class AcceptSharesResidualsNumber(BranchingNoise):
         return self.branch.quantile((Lane.ACCEPT, depth, 0), weights_V)
 
 
-@pytest.mark.parametrize(
-    "noise", [ResidualSharesDraftsNumber, AcceptSharesDraftsNumber, AcceptSharesResidualsNumber]
-)
+@pytest.mark.parametrize("noise", [ResidualSharesDraftsNumber, AcceptSharesDraftsNumber, AcceptSharesResidualsNumber])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_lanes_that_share_a_number_bias(rule, noise):
-    assert one_pass(P, lambda chance: drawn(chance, Q, deep(1)), rule, 2).deviation < EXACT
-    assert one_pass(P, lambda chance: drawn(chance, Q, deep(1)), rule, 2, noise).deviation > CLEARLY
-    assert one_pass(P, lambda chance: drawn(chance, Q, deep(1, 1)), rule, 3, noise).deviation > CLEARLY
+    for widths, length in ((deep(1), 2), (deep(1, 1), 3)):
+        assert one_pass(P4, lambda chance: drawn(chance, Q4, widths), rule, length).deviation < EXACT  # noqa: B023
+        result = one_pass(P4, lambda chance: drawn(chance, Q4, widths), rule, length, noise)  # noqa: B023
+        first = result.law.reshape(4, -1).sum(1)
+        assert np.abs(first - P4(()).numpy()).max() > CLEARLY
 
 
 class KeyedByPlace(SeededNoise):
@@ -108,12 +111,10 @@ class KeyedByPlace(SeededNoise):
 
 def test_coins_met_again_in_the_next_pass_bias_block():
     """``rejection`` never looks beyond the first failure and is immune; ``block`` looks at the whole chain."""
-    p, q = constant(0.7, 0.3), constant(0.4, 0.6)
-    for num_drafted, length in ((2, 3), (3, 4)):
-        widths = deep(*[1] * num_drafted)
-        assert many_passes(p, q, "rejection", widths, length, KeyedByPlace).deviation < EXACT
-        assert many_passes(p, q, "block", widths, length, KeyedByPlace).deviation > 0.02
-        assert many_passes(p, q, "block", widths, length).deviation < EXACT
+    p, q, widths = constant(0.5, 0.3, 0.2), constant(0.1, 0.4, 0.5), deep(1, 1)
+    assert many_passes(p, q, "rejection", widths, 3, KeyedByPlace).deviation < EXACT
+    assert many_passes(p, q, "block", widths, 3, KeyedByPlace).deviation > CLEARLY
+    assert many_passes(p, q, "block", widths, 3).deviation < EXACT
 
 
 # A length chosen by what was drawn.
@@ -168,7 +169,7 @@ def test_chosen_tokens_may_be_dropped_for_any_reason(rule):
 
 
 def block_of(last_success):
-    """The first token's law under p = (.7, .3), q = (.4, .6), K = 3, from 2,000,000 runs of a block rule in numpy.
+    """The first token's law under p = (.7, .3), q = (.4, .6), K = 3, from a million runs of a block rule in numpy.
 
     last_success(ratios, weights, chances, uniforms): bool [runs, K], which positions succeed; the last one counts.
     """
@@ -246,12 +247,14 @@ def block_with_plain_residual(draft, p_NV, noise):
 
 @pytest.mark.parametrize("rule", [block_without_chances, block_that_stops_at_a_failure, block_with_plain_residual])
 def test_block_variants_fail_the_exact_check(rule):
+    assert one_pass(P4, lambda noise: drawn(noise, Q4, deep(1, 1, 1)), "block", 4).deviation < EXACT
+    assert one_pass(P4, lambda noise: drawn(noise, Q4, deep(1, 1, 1)), rule, 4).deviation > 0.002
+
+
+def test_the_third_rule_is_as_far_off_by_enumeration_as_by_chance():
     p, q = constant(0.7, 0.3), constant(0.4, 0.6)
-    assert one_pass(p, lambda noise: drawn(noise, q, deep(1, 1, 1)), "block", 4).deviation < EXACT
-    result = one_pass(p, lambda noise: drawn(noise, q, deep(1, 1, 1)), rule, 4)
-    assert result.deviation > CLEARLY
-    if rule is block_without_chances:  # the same rule as in numpy above, now without its noise
-        assert result.law.sum(axis=(1, 2, 3))[0] == pytest.approx(0.5063125, abs=EXACT)
+    result = one_pass(p, lambda noise: drawn(noise, q, deep(1, 1, 1)), block_without_chances, 4)
+    assert result.law.sum(axis=(1, 2, 3))[0] == pytest.approx(0.5063125, abs=EXACT)
 
 
 # Rules for other purposes.
@@ -273,23 +276,20 @@ def test_accepting_what_is_merely_typical_biases():
 
 def test_the_enumerator_agrees_with_the_numbers_it_stands_for():
     """The one thing above that is not code under test: intervals narrow as comparisons with real numbers would."""
-    draft_law, chance, left = torch.tensor([0.2, 0.5, 0.3]), 0.4, torch.tensor([0.6, 0.1, 0.3])
-    law = {}
+    q_V, left_V = (torch.tensor(law, dtype=torch.float64) for law in ([0.2, 0.5, 0.3], [0.6, 0.1, 0.3]))
+    chance = 0.4
 
     def run(branch):
         noise = ResidualSharesDraftsNumber(branch)
-        token = noise.draw(0, draft_law, 0)
-        return (token, -1) if noise.accept(0, 0, chance) else (token, noise.choose(0, left))
+        token = noise.draw(0, q_V, 0)
+        return (token, -1) if noise.accept(0, 0, chance) else (token, noise.choose(0, left_V))
 
-    from .enumeration import branches
-
+    law = {}
     for probability, what in branches(run):
         law[what] = law.get(what, 0.0) + probability
-    u = [uniform(seed, 0, Lane.DRAFT) for seed in range(20_000)]
-    v = [uniform(seed, 0, Lane.ACCEPT) for seed in range(20_000)]
-    for what, probability in law.items():
-        share = np.mean([
-            (np.searchsorted([0.2, 0.7], x, side="right"), np.searchsorted([0.6, 0.7], x, side="right") if y >= chance else -1) == what
-            for x, y in zip(u, v, strict=True)
-        ])  # fmt: skip
-        assert share == pytest.approx(probability, abs=0.015)
+    u, v = (np.array([uniform(seed, 0, lane) for seed in range(20_000)]) for lane in (Lane.DRAFT, Lane.ACCEPT))
+    tokens = np.searchsorted([0.2, 0.7], u, side="right")
+    ends = np.where(v < chance, -1, np.searchsorted([0.6, 0.7], u, side="right"))
+    assert set(law) == set(zip(tokens.tolist(), ends.tolist(), strict=True))
+    for (token, end), probability in law.items():
+        assert np.mean((tokens == token) & (ends == end)) == pytest.approx(probability, abs=0.015)

@@ -41,7 +41,7 @@ CHAINS = [(2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (3, 4), (4, 2), (4, 3)
 
 def wide_where(path):
     """Mixed widths, decided by what stands before a draw, never by what is drawn: 2, 1 or no children."""
-    return 0 if len(path) == 3 else (2, 0, 1)[(sum(path) + len(path)) % 3]
+    return {1: path[-1], 2: path[-1] % 2, 3: 0}[len(path)] if path else 2
 
 
 # name: (vocabulary, widths, tokens that may come out)
@@ -191,7 +191,7 @@ def test_float32_laws_are_exact_to_float32(rule):
 def test_block_never_accepts_fewer_and_often_more():
     gains = []
     for seed in range(30):
-        vocab, num_drafted = (2, 4) if seed % 2 else (3, 3)
+        vocab, num_drafted = (2, 3) if seed % 2 else (3, 2)
         p, q = pair(seed, vocab, num_drafted + 1, holes=0.3 if seed % 3 == 0 else 0.0)
         accepted = [
             one_pass(p, lambda noise: drawn(noise, q, deep(*[1] * num_drafted)), rule, num_drafted + 1).accepted  # noqa: B023

@@ -42,8 +42,37 @@ _GPT2_SHAPED: dict[str, Any] = {
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _OWN: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 1.0},
+    # Keys and values of different widths, none of them head_dim.
+    "deepseek_v3": {
+        "experts_implementation": "eager",
+        "first_k_dense_replace": 1,
+        "head_dim": 4,
+        "kv_lora_rank": 16,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "topk_group": 1,
+        "v_head_dim": 6,
+    },
     "gemma2": {"sliding_window": 6, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 8},
     "gemma3_text": {"sliding_window": 6, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 8},
+    # Wider and fewer heads in the layers without a window; the last two use the keys of the first two.
+    "gemma4_text": {
+        "attention_k_eq_v": True,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_global_key_value_heads": 1,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 6,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+    },
     "gpt_oss": {
         "experts_implementation": "eager",  # the default one has no float64
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -85,7 +114,7 @@ def build(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> 
 
 
 def _fields(kind: str) -> dict[str, Any]:
-    if kind == "gpt2":
+    if kind in ("gpt2", "gpt_bigcode"):
         return dict(_GPT2_SHAPED)
     base = _WITHOUT_GROUPS if kind in ("gpt_neox", "opt") else _LLAMA_SHAPED
     return base | _OWN.get(kind, {})

@@ -1,0 +1,86 @@
+"""How a drafter with logits chooses: one request's drafting in progress, token by token.
+
+It does not know where the logits come from (a draft model, a part of the target). The one trick: a run chooses along
+a row of guesses, each row's token exactly as if it were the only one asked for; so whoever guesses well saves passes,
+and nobody can change what is drafted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..decoding.draft import EMPTY, Draft, chain
+from ..decoding.noise import SeededNoise
+from ..decoding.request import Request
+from ..decoding.sampling import process, warp
+
+
+@dataclass(slots=True)
+class Run:
+    """One request's drafting in progress.
+
+    probabilistic: without a seed and above temperature 0, draw from q and keep it; otherwise take q's likeliest.
+    tokens: chosen so far, at most ``limit``. laws: what they were drawn from, if they were drawn.
+    """
+
+    request: Request
+    limit: int
+    probabilistic: bool = True
+    tokens: list[int] = field(default_factory=list)
+    laws: list[Tensor] = field(default_factory=list)
+
+    @property
+    def num_left(self) -> int:
+        return self.limit - len(self.tokens)
+
+    @property
+    def done(self) -> bool:
+        # After the end of text nothing can follow: stopping there looks at the drawn token, but at none that counts.
+        return self.num_left <= 0 or (bool(self.tokens) and self.tokens[-1] in self.request.stop_ids)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether tokens are drawn from a law that is kept, not chosen."""
+        return self.probabilistic and not self.request.params.greedy and self.request.rule != "coupled"
+
+    def choose(self, logits_V: Tensor) -> int:
+        """The next token, by the same warping as the target's."""
+        request = self.request
+        context = (request.params, request.prompt, [request.output + self.tokens], request.stop_ids)
+        if request.params.greedy:
+            return int(process(logits_V[None], *context).argmax())
+        q_V = warp(logits_V[None], *context)[0]
+        # Positions count from the settled text: a drafter's drafter meets the coins that decide what it guesses.
+        noise, depth = SeededNoise(request.seed, request.num_settled), request.num_guessed + len(self.tokens)
+        if self.drawn:
+            self.laws.append(q_V)
+            return noise.draw(depth, q_V)
+        return noise.race(depth, q_V) if request.rule == "coupled" else int(q_V.argmax())
+
+    def draft(self, num_ids: int, device: torch.device) -> Draft:
+        """What was chosen, its laws over the target's ``num_ids`` ids."""
+        if not self.drawn:
+            return chain(self.tokens) if self.tokens else EMPTY
+        q_NV = torch.stack(self.laws).to(device)
+        return chain(self.tokens, F.pad(q_NV, (0, num_ids - q_NV.shape[1])) if q_NV.shape[1] < num_ids else q_NV)
+
+
+def extend(runs: Sequence[Run], guesses: Sequence[Sequence[int]], logits_NV: Tensor) -> None:
+    """Let each run choose, and go on choosing as long as it chooses what was guessed.
+
+    logits_NV: per run ``len(guess) + 1`` rows, those after its last token and after each guess. A run adds one token
+    more than it met right guesses, unless it is done before.
+    """
+    greedy = [run.request.params.greedy and not run.request.params.processed for run in runs]
+    likeliest = logits_NV.argmax(1).tolist() if any(greedy) else []
+    start = 0
+    for run, guess, plain in zip(runs, guesses, greedy, strict=True):
+        for row, guessed in enumerate((*guess, None), start):
+            run.tokens.append(likeliest[row] if plain else run.choose(logits_NV[row]))
+            if run.done or run.tokens[-1] != guessed:
+                break
+        start += len(guess) + 1
+    assert start == len(logits_NV), "one row per last token and guess"

@@ -1,0 +1,190 @@
+"""Linear layers of three kinds: float, int8 and int4. How weights become bytes, and one product for whoever needs one.
+
+It does not know models or files. The one trick: a scale belongs to a *row's* group of 64 inputs, never to a tensor,
+so the same row has the same bytes in any batch, and one loud channel drowns only its 63 neighbours.
+
+int8: one scale per output. int4: one per output and 64 inputs, chosen among a few for the least squared error.
+See `products` for the layout.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from ..errors import ModelError, OptionError
+from .products import GROUP, ZERO_POINT, multiply_tile, quantise_group
+from .team import counters, finish, take, team
+
+QUANTIZATIONS = {"none": 0, "int8": 8, "int4": 4}
+_ROWS_AT_ONCE = 16384  # outputs that are in float at a time while a matrix is packed
+_SHRINKS = (1.0, 0.92, 0.85, 0.78)  # of an int4 scale: a few clipped weights may buy precision for the rest
+Array = np.ndarray[Any, Any]
+
+
+def bits_of(quantization: str) -> int:
+    """8, 4, or 0 for none. Raises OptionError for another name."""
+    if quantization not in QUANTIZATIONS:
+        raise OptionError(f"quantization must be {', '.join(QUANTIZATIONS)}, not {quantization!r}")
+    return QUANTIZATIONS[quantization]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight [outputs, inputs] as bytes, padded to whole tiles; arrays as `products` wants them."""
+
+    bits: int
+    inputs: int
+    outputs: int
+    weights: Array
+    scales: Array
+    bias: Array
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.inputs // GROUP)
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.outputs // 16)
+
+    def matrix(self) -> list[int]:
+        """Addresses of weights, scales and bias, and the bits. The arrays must outlive their use."""
+        return [self.weights.ctypes.data, self.scales.ctypes.data, self.bias.ctypes.data, self.bits]
+
+
+def pack(weight_ND: Tensor, bits: int, bias_N: Tensor | None = None, name: str = "weight") -> Packed:
+    """Quantise a float weight. Raises ModelError, naming it, if there is a NaN or an infinity in it."""
+    outputs, inputs = weight_ND.shape
+    pieces = [_pack_rows(weight_ND[i : i + _ROWS_AT_ONCE], bits, name) for i in range(0, outputs, _ROWS_AT_ONCE)]
+    bias = torch.zeros(-(-outputs // 16) * 16)
+    if bias_N is not None:
+        bias[:outputs] = bias_N.float()
+    return Packed(
+        bits,
+        inputs,
+        outputs,
+        np.concatenate([weights for weights, _ in pieces]),
+        np.concatenate([scales for _, scales in pieces]),
+        bias.numpy(),
+    )
+
+
+def unpack(packed: Packed) -> Tensor:
+    """The weight that the bytes stand for, [outputs, inputs] float32."""
+    tiles, groups, zero = packed.num_tiles, packed.num_groups, ZERO_POINT[packed.bits]
+    data = torch.from_numpy(np.array(packed.weights))
+    scales = torch.from_numpy(np.array(packed.scales))
+    if packed.bits == 8:
+        numbers = data.view(tiles, groups * 16, 16, 4).permute(0, 2, 1, 3).reshape(tiles * 16, -1)
+        values = (numbers.float() - zero) * scales[:, None]
+    else:
+        data = data.view(tiles, groups * 8, 16, 4)
+        halves = torch.stack([data & 15, data >> 4], 2)  # [tiles, 8 inputs, half, outputs, 4]
+        numbers = halves.permute(0, 3, 1, 2, 4).reshape(tiles * 16, groups, GROUP)
+        by_output = scales.view(tiles, groups, 16).permute(0, 2, 1).reshape(tiles * 16, groups)
+        values = ((numbers.float() - zero) * by_output[..., None]).reshape(tiles * 16, -1)
+    return values[: packed.outputs, : packed.inputs]
+
+
+def _pack_rows(weight: Tensor, bits: int, name: str) -> tuple[Array, Array]:
+    """Bytes and scales of some outputs (a multiple of 16, or the last ones)."""
+    outputs, inputs = weight.shape
+    tiles, groups = -(-outputs // 16), -(-inputs // GROUP)
+    full = torch.zeros(tiles * 16, groups * GROUP)
+    full[:outputs, :inputs] = weight.float()
+    if not bool(full.isfinite().all()):
+        raise ModelError(f"{name} cannot be quantised: it holds a NaN or an infinity")
+    if bits == 8:
+        scales = full.abs().amax(1) / 127
+        numbers = (full / scales.clamp(min=1e-30)[:, None]).round_().add_(128).to(torch.uint8)
+        packed = numbers.view(tiles, 16, groups * 16, 4).permute(0, 2, 1, 3).contiguous()
+        return packed.view(-1).numpy(), scales.numpy()
+    grouped = full.view(tiles * 16, groups, GROUP)
+    scales = _best_scales(grouped)
+    numbers = _to_four_bits(grouped, scales).add_(8).to(torch.uint8)
+    halves = numbers.view(tiles, 16, groups * 8, 2, 4).permute(0, 2, 1, 3, 4)  # [tiles, 8 inputs, outputs, half, 4]
+    packed = (halves[..., 0, :] | (halves[..., 1, :] << 4)).contiguous()
+    return packed.view(-1).numpy(), scales.view(tiles, 16, groups).permute(0, 2, 1).contiguous().view(-1).numpy()
+
+
+def _to_four_bits(grouped: Tensor, scales: Tensor) -> Tensor:
+    inverse = torch.where(scales == 0, 0.0, 1 / scales)
+    return (grouped * inverse[..., None]).round_().clamp_(-8, 7)
+
+
+def _best_scales(grouped: Tensor) -> Tensor:
+    """Per output and group, the scale with the least squared error. Its sign puts the largest weight at -8, the one
+    value that has no opposite."""
+    sizes, where = grouped.abs().max(2)
+    signed = grouped.gather(2, where[..., None])[..., 0] / -8
+    best, least = signed, torch.full_like(signed, float("inf"))
+    for scales in [signed * shrink for shrink in _SHRINKS] + [sizes / 7]:
+        error = (_to_four_bits(grouped, scales) * scales[..., None] - grouped).square_().sum(2)
+        better = error < least
+        best, least = torch.where(better, scales, best), torch.where(better, error, least)
+    return best
+
+
+class PackedLinear:
+    """y = x W^T + b for float32 rows on a CPU, a row's result the same in any batch. For heads and tests; a decoder
+    (`quantized`) uses its matrices inside one larger loop."""
+
+    def __init__(self, weight_ND: Tensor, bits: int, bias_N: Tensor | None = None, name: str = "weight"):
+        self.packed = pack(weight_ND, bits, bias_N, name)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        packed, rows = self.packed, x_TD.shape[0]
+        width = packed.num_groups * GROUP
+        padded = np.zeros((rows, width), np.float32)
+        padded[:, : packed.inputs] = x_TD.numpy()
+        out = np.empty((rows, packed.num_tiles * 16), np.float32)
+        data = np.empty((rows, width), np.int8)
+        scales, sums = np.empty((rows, packed.num_groups), np.float32), np.empty((rows, packed.num_groups), np.int32)
+        matrix = np.array(packed.matrix())
+        team(torch.get_num_threads()).run(_multiply, counters(2), padded, data, scales, sums, matrix, out)
+        return torch.from_numpy(out[:, : packed.outputs])
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _multiply(phases: Array, x: Array, data: Array, scales: Array, sums: Array, matrix: Array, out: Array) -> None:
+    rows, groups, num_done = x.shape[0], scales.shape[1], 0
+    phase = phases.ctypes.data
+    while True:
+        row = take(phase)
+        if row >= rows:
+            break
+        for group in range(groups):
+            place = row * groups + group
+            quantise_group(
+                x.ctypes.data + place * GROUP * 4,
+                data.ctypes.data + place * GROUP,
+                scales.ctypes.data + place * 4,
+                sums.ctypes.data + place * 4,
+            )
+        num_done += 1
+    phase, num_done = finish(phase, rows, num_done), 0
+    bits, tiles = matrix[3], out.shape[1] // 16
+    while True:
+        tile = take(phase)
+        if tile >= tiles:
+            break
+        multiply_tile(
+            bits,
+            matrix[0] + tile * groups * GROUP * 2 * bits,
+            matrix[1] + tile * (64 if bits == 8 else 64 * groups),
+            matrix[2] + tile * 64,
+            rows,
+            data.ctypes.data,
+            scales.ctypes.data,
+            sums.ctypes.data,
+            groups,
+            out.ctypes.data + tile * 64,
+            out.shape[1] * 4,
+            0,
+        )
+        num_done += 1
+    finish(phase, tiles, num_done)

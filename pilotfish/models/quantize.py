@@ -1,0 +1,164 @@
+"""From a loaded model to quantised weights, in memory or in the user's cache folder, memory-mapped from there.
+
+It does not know how they are run (`quantized` does). The one trick: the bytes are stored as the compiled loops read
+them, so opening a stored model is mapping one file: nothing is parsed, copied or repacked, and pages that are never
+read (most of an embedding) are never loaded.
+
+    folder   index.json   the key it was made for, the architecture, and each array's type, shape and place
+             weights.bin  the arrays, each at a multiple of 64 bytes
+
+No data is needed: activations are quantised per row as they come, and weights by their own size.
+"""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from ..errors import ModelError
+from .architecture import Architecture, describe, fused, weights
+from .disk_cache import cache_folder, prepared
+from .huggingface import eos_ids
+from .linear import Array, pack
+
+FORMAT = 1  # raised when the bytes mean something else
+_MATRICES = ("embedding", "head", "qkv", "o", "gate_up", "down")
+_KEPT_AT_8_BITS = ("embedding", "head")  # in an int4 model too: every token's law hangs on them
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a quantised model is told about the one it was made from."""
+
+    architecture: Architecture
+    class_name: str
+    eos_ids: tuple[int, ...]
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """arrays: packed matrices as ``name.weights``, ``name.scales``, ``name.bias`` and everything else in float32 under
+    the names of `architecture.weights`."""
+
+    origin: Origin
+    arrays: Mapping[str, Array]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+def obstacle(facts: Architecture) -> str | None:
+    """Why a model of this shape cannot be quantised, naming the layer; None if it can."""
+    if facts.head_dim % 32:
+        return f"q_proj of layer 0 makes heads of {facts.head_dim}, which is not a multiple of 32"
+    if facts.hidden_size % 16:
+        return f"o_proj of layer 0 has {facts.hidden_size} outputs, which is not a multiple of 16"
+    if facts.intermediate_size % 16:
+        return f"gate_proj of layer 0 has {facts.intermediate_size} outputs, which is not a multiple of 16"
+    return None
+
+
+def quantise(model: Any, bits: int) -> Quantised:
+    """A loaded model's weights, quantised in memory. Raises ModelError, naming the layer, if that is impossible."""
+    origin = _origin(model, bits)
+    return Quantised(origin, dict(_arrays(model, origin)))
+
+
+def stored(key: str, name: str, bits: int, load_model: Callable[[], Any], say: Callable[[str], None]) -> Quantised:
+    """The quantised model of this key from the cache folder, made first if it is not there, or is for another key.
+
+    key: whatever identifies the weights; see `key_of`. load_model: called only if there is something to make.
+    """
+    label = "".join(c if c.isalnum() else "-" for c in name).strip("-")[-60:]
+    place = hashlib.sha256(name.encode()).hexdigest()[:8]
+    full_key = f"{key} int{bits} format {FORMAT} version {__version__}"
+    folder_name = f"{label}-{place}-int{bits}-{hashlib.sha256(full_key.encode()).hexdigest()[:12]}"
+
+    def fill(folder: pathlib.Path) -> None:
+        say(f"Quantising {name} to int{bits} in {cache_folder()} (only this once)")
+        write(folder, full_key, load_model(), bits)
+
+    folder = prepared(folder_name, fill, say)
+    _drop_others(f"{label}-{place}-int{bits}-", folder)
+    return read(folder)
+
+
+def key_of(files: list[pathlib.Path]) -> str:
+    """Identifies weights by their files' names, sizes and times: reading gigabytes to be sure would cost more than
+    the start-up it saves."""
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
+    return hashlib.sha256(repr(stats).encode()).hexdigest()
+
+
+def write(folder: pathlib.Path, key: str, model: Any, bits: int) -> None:
+    """Quantise into a folder, matrix by matrix: at no time is there more than one in float."""
+    origin = _origin(model, bits)
+    entries: dict[str, Any] = {}
+    with (folder / "weights.bin").open("wb") as file:
+        for name, array in _arrays(model, origin):
+            file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+            entries[name] = {"dtype": str(array.dtype), "shape": list(array.shape), "offset": file.tell()}
+            array.tofile(file)
+    facts = asdict(origin) | {"architecture": origin.architecture.to_json()}
+    index = {"key": key, "origin": facts, "arrays": entries}
+    (folder / "index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def read(folder: pathlib.Path) -> Quantised:
+    """Map a folder that `write` made. Raises ModelError if it is not one."""
+    try:
+        index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        facts = index["origin"]
+        origin = Origin(
+            Architecture.from_json(facts["architecture"]), facts["class_name"], tuple(facts["eos_ids"]), facts["bits"]
+        )
+        data = np.memmap(folder / "weights.bin", np.uint8, mode="r")
+        arrays = {}
+        for name, entry in index["arrays"].items():
+            kind, shape, offset = np.dtype(entry["dtype"]), tuple(entry["shape"]), int(entry["offset"])
+            size = int(np.prod(shape)) * kind.itemsize
+            arrays[name] = data[offset : offset + size].view(kind).reshape(shape)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder} is not a quantised model ({error}); delete it and it is made again") from error
+    return Quantised(origin, arrays)
+
+
+def _origin(model: Any, bits: int) -> Origin:
+    facts = describe(model)
+    reason = obstacle(facts)
+    if reason is not None:
+        raise ModelError(f"{type(model).__name__} cannot be quantised: {reason}")
+    return Origin(facts, type(model).__name__, tuple(sorted(eos_ids(model))), bits)
+
+
+def _arrays(model: Any, origin: Origin) -> Iterator[tuple[str, Array]]:
+    facts, bias = origin.architecture, None
+    biases = {name: parts for name, parts in weights(model, facts) if name.endswith(".bias")}
+    for name, parts in weights(model, facts):
+        kind = name.rsplit(".", 1)[-1]
+        if kind in _MATRICES:
+            bits = 8 if kind in _KEPT_AT_8_BITS else origin.bits
+            bias = fused(biases[f"{name}.bias"]) if f"{name}.bias" in biases else None
+            packed = pack(fused(parts), bits, bias, f"{name} of {type(model).__name__}")
+            yield f"{name}.weights", packed.weights
+            yield f"{name}.scales", packed.scales
+            yield f"{name}.bias", packed.bias
+        elif kind != "bias":
+            yield name, fused(parts).float().cpu().numpy()
+
+
+def _drop_others(prefix: str, keep: pathlib.Path) -> None:
+    """Earlier versions of the same model, or of weights that have changed since, are of no use to anybody."""
+    import shutil
+
+    for path in keep.parent.glob(f"{prefix}*"):
+        if path.is_dir() and path != keep and not path.name.endswith(".partial"):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,241 @@
+"""A decoder with int8 or int4 weights on a CPU: a `CausalLM` whose rows do not know of each other, to the last bit.
+
+It does not know how its arithmetic is done (`loops`, `products`) or where its weights come from (`quantize`). The one
+trick: everything is an address. Python lays out what a pass needs as a few tables of integers, and one compiled call
+does the rest.
+
+With activations quantised as they come, a difference in the last bit anywhere can grow into one of several units in
+the logits; so "lossless" is worth something only if a row's result is *bitwise* the same for any number of rows, any
+batch and any draft. It is, and `info.bitwise` says so.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention.compiled import BLOCK
+from ..attention.vectors import DOT_KIND
+from ..paged.batch import Batch
+from ..paged.cache import KVCache
+from . import loops
+from .base import ModelInfo, ModelOutput
+from .decoder import chosen_layers
+from .linear import QUANTIZATIONS, Array
+from .products import GROUP
+from .quantize import Quantised
+from .team import counters, team
+
+_ROWS_AT_ONCE = 256  # longer batches go through in parts: same bits, bounded memory
+_FEW_ROWS = 16  # up to here, blocks of keys are shared out among the threads
+_POSITIONS_AT_ONCE = 1024
+_MATRICES = {"qkv": loops.QKV, "o": loops.O, "gate_up": loops.GATE_UP, "down": loops.DOWN}
+_VECTORS = {"norm_1": loops.NORM_1, "norm_2": loops.NORM_2, "post_1": loops.POST_1, "post_2": loops.POST_2,
+            "q_norm": loops.Q_NORM, "k_norm": loops.K_NORM}  # fmt: skip
+
+
+def slow_because() -> str | None:
+    """What this CPU lacks for int8 at full speed, to be said once; None if nothing. Sums are exact either way."""
+    if DOT_KIND.startswith("vnni"):
+        return None
+    return "this CPU has no VNNI instructions: int8 products take two to four times as long (the results are the same)"
+
+
+class QuantizedDecoder:
+    """See the module. Keys and values are float32. Raises nothing of its own at load."""
+
+    def __init__(self, quantised: Quantised, name: str):
+        self.quantised = quantised
+        origin, facts = quantised.origin, quantised.origin.architecture
+        self.architecture = facts
+        self.info = ModelInfo(
+            name=name,
+            architecture=origin.class_name,
+            vocab_size=facts.vocab_size,
+            context=facts.context,
+            layers=facts.layer_shapes,
+            hidden_size=facts.hidden_size,
+            num_bytes=quantised.num_bytes,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            eos_ids=frozenset(origin.eos_ids),
+            quantization=next(name for name, bits in QUANTIZATIONS.items() if bits == origin.bits),
+            bitwise=True,
+            implementation="native",
+        )
+        arrays = quantised.arrays
+        self._sizes = np.array(
+            [facts.hidden_size, facts.num_heads, facts.num_key_heads, facts.head_dim, facts.intermediate_size,
+             facts.vocab_size, facts.activation == "gelu_tanh"], np.int64)  # fmt: skip
+        self._factors = np.array([facts.norm_epsilon, facts.attention_scale, facts.embedding_scale], np.float32)
+        head = "embedding" if facts.tied else "head"
+        self._ends = np.array([self._matrix("embedding", 8), self._matrix(head, 8),
+                               [arrays["norm"].ctypes.data, 0, 0, 0]], np.int64)  # fmt: skip
+        self._layers = np.array([self._layer(i) for i in range(facts.num_layers)], np.int64)
+        self._tables: WeakKeyDictionary[KVCache, Array] = WeakKeyDictionary()
+        self._turns: list[tuple[Array, Array]] = []
+        self._num_positions = 0
+        self._buffers: dict[int, Array] = {}
+
+    def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
+        return KVCache(self.info.layers, num_pages, page_size, dtype=torch.float32)
+
+    def forward(
+        self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = (), layers: Sequence[int] | None = None
+    ) -> ModelOutput:
+        facts, rows = self.architecture, _Rows(batch)
+        running = chosen_layers(facts.num_layers, taps, layers)
+        table = self._table(cache)
+        if layers is not None:
+            table = table[list(layers)]
+        self._grow_turns(int(rows.positions.max()) + 1)
+        tapped = {layer: torch.empty(batch.num_rows, facts.hidden_size) for layer in taps}
+        logits = np.empty((len(rows.wanted), -(-facts.vocab_size // 16) * 16), np.float32)
+        num_phases = loops.PHASES_A_LAYER * len(running) + loops.OTHER_PHASES
+        for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+            stop = min(start + _ROWS_AT_ONCE, batch.num_rows)
+            if tapped:
+                table = table.copy()
+                for layer, states in tapped.items():
+                    table[running.index(layer), loops.TAP] = states[start:].data_ptr()
+            self._run(rows, start, stop, table, logits, num_phases)
+        return ModelOutput(torch.from_numpy(logits[:, : facts.vocab_size]), tapped)
+
+    def _run(self, rows: "_Rows", start: int, stop: int, table: Array, logits: Array, num_phases: int) -> None:
+        """The rows start..stop-1 of a batch, all layers."""
+        facts, wanted, first = self.architecture, rows.wanted, 0
+        if stop - start < len(rows.positions):
+            first = int(np.searchsorted(wanted, start))
+            wanted = wanted[first : int(np.searchsorted(wanted, stop))] - start
+        groups, num_blocks = rows.groups(start, stop)
+        num_splits = num_blocks if stop - start <= _FEW_ROWS else 1
+        addresses = self._workspace(stop - start).copy()
+        keep = None
+        if num_splits > 1:
+            keep = np.empty((stop - start) * facts.num_heads * num_splits * (facts.head_dim + 2), np.float32)
+            addresses[loops.PARTS] = keep.ctypes.data
+        addresses[loops.LOGITS] = logits.ctypes.data + first * logits.shape[1] * 4
+        for i, (cosines, sines) in enumerate(self._turns):
+            addresses[loops.COSINES + 2 * i] = cosines.ctypes.data
+            addresses[loops.SINES + 2 * i] = sines.ctypes.data
+        cut = slice(start, stop)
+        team(torch.get_num_threads()).run(
+            loops.run_pass,
+            counters(num_phases),
+            addresses,
+            self._sizes,
+            table,
+            self._ends,
+            self._factors,
+            (rows.tokens[cut], rows.positions[cut], rows.slots[cut], wanted, groups),
+            (rows.prefixes[cut], rows.bits[cut], rows.table),
+            num_splits,
+        )
+        del keep
+
+    # -- tables of addresses -------------------------------------------------------------------------------------
+
+    def _matrix(self, name: str, bits: int) -> list[int]:
+        return [*(self.quantised.arrays[f"{name}.{part}"].ctypes.data for part in ("weights", "scales", "bias")), bits]
+
+    def _layer(self, i: int) -> list[int]:
+        row, arrays, facts = [0] * loops.NUM_COLUMNS, self.quantised.arrays, self.architecture
+        for name, column in _MATRICES.items():
+            row[column : column + 4] = self._matrix(f"{i}.{name}", self.quantised.origin.bits)
+        for name, column in _VECTORS.items():
+            if f"{i}.{name}" in arrays:
+                row[column] = arrays[f"{i}.{name}"].ctypes.data
+        row[loops.WINDOW], row[loops.ROPE] = facts.windows[i] or 0, facts.rotations[i]
+        return row
+
+    def _table(self, cache: KVCache) -> Array:
+        """The table of layers with this cache's addresses."""
+        if cache not in self._tables:
+            assert all(k.dtype == torch.float32 and k.is_contiguous() for k in (*cache.keys, *cache.values))
+            table = self._layers.copy()
+            table[:, loops.KEYS] = [keys.data_ptr() for keys in cache.keys]
+            table[:, loops.VALUES] = [values.data_ptr() for values in cache.values]
+            self._tables[cache] = table
+        return self._tables[cache]
+
+    def _grow_turns(self, num_positions: int) -> None:
+        """Cosines and sines of every position so far, in whole blocks: a position's values never depend on a batch."""
+        if num_positions <= self._num_positions:
+            return
+        count = max(2 * self._num_positions, -(-num_positions // _POSITIONS_AT_ONCE) * _POSITIONS_AT_ONCE)
+        positions = torch.arange(count, dtype=torch.float32)[:, None]
+        self._turns = []
+        for i, scale in enumerate(self.architecture.rotation_scales):
+            angles = positions * torch.from_numpy(np.array(self.quantised.arrays[f"frequencies.{i}"]))
+            self._turns.append(((angles.cos() * scale).numpy(), (angles.sin() * scale).numpy()))
+        self._num_positions = count
+
+    def _workspace(self, num_rows: int) -> Array:
+        """Addresses of buffers for at least this many rows; padding in them is zero and stays so."""
+        size = next(size for size in (_FEW_ROWS, _ROWS_AT_ONCE) if num_rows <= size)
+        if size not in self._buffers:
+            facts = self.architecture
+            widths = [-(-width // GROUP) * GROUP for width in (
+                facts.hidden_size, facts.num_heads * facts.head_dim, facts.intermediate_size)]  # fmt: skip
+            widest, groups = max(widths), max(widths) // GROUP
+            wide = max(widths[0], -(-facts.num_projected // 16) * 16, -(-2 * facts.intermediate_size // 16) * 16)
+            row = {loops.X: widths[0] * 4, loops.NORMED: widths[0] * 4, loops.BYTES: widest, loops.SCALES: groups * 4,
+                   loops.SUMS: groups * 4, loops.WIDE: wide * 4, loops.QUERIES: widths[1] * 4,
+                   loops.ATTENDED: widths[1] * 4, loops.ACTIVE: widths[2] * 4}  # fmt: skip
+            addresses = np.zeros(loops.NUM_BUFFERS, np.int64)
+            memory = np.zeros(sum(size * width + 64 for width in row.values()), np.uint8)
+            place = memory.ctypes.data
+            for buffer, width in row.items():
+                place += -place % 64
+                addresses[buffer] = place
+                place += size * width
+            self._buffers[size] = addresses
+            self._memory = [*getattr(self, "_memory", []), memory]
+        return self._buffers[size]
+
+
+class _Rows:
+    """A batch as the compiled loops want it: int64 arrays, a line per row."""
+
+    def __init__(self, batch: Batch):
+        self.tokens, self.positions = batch.tokens_T.numpy(), batch.positions_T.numpy()
+        self.wanted, self.slots = batch.wanted_N.numpy(), _array(batch.slots_T)
+        self.prefixes, self.bits = np.empty(batch.num_rows, np.int64), np.zeros(batch.num_rows, np.int64)
+        self.spans: list[tuple[int, int, int]] = []  # first row, end, start in the slot table
+        tables: list[Array] = []
+        begin = 0
+        for span in batch.spans:
+            feed = span.feed
+            trunk_end = feed.past + feed.num_trunk
+            middle = span.start + feed.num_trunk
+            self.prefixes[span.start : middle] = np.arange(feed.past + 1, trunk_end + 1)
+            self.prefixes[middle : span.stop] = trunk_end
+            for i, bits in enumerate(feed.ancestors):
+                self.bits[middle + i] = bits - (1 << 64) if bits >> 63 else bits
+            slots = _array(span.key_slots)
+            tables.append(slots)
+            self.spans.append((span.start, span.stop, begin))
+            begin += len(slots)
+        self.table = tables[0] if len(tables) == 1 else np.concatenate(tables)
+
+    def groups(self, start: int, stop: int) -> tuple[Array, int]:
+        """Rows start..stop-1 in groups that share a sequence: [first, end, start in the slot table, blocks of keys],
+        counted from ``start``; and the most blocks of any."""
+        lines = []
+        for first, end, table in self.spans:
+            for row in range(max(first, start), min(end, stop), loops.ROWS_A_GROUP):
+                last = min(row + loops.ROWS_A_GROUP, end, stop)
+                keys = max(int(self.prefixes[i]) + (int(self.bits[i]) & (1 << 64) - 1).bit_count()
+                           for i in range(row, last))  # fmt: skip
+                lines.append((row - start, last - start, table, -(-keys // BLOCK)))
+        return np.array(lines, np.int64), max(line[3] for line in lines)
+
+
+def _array(index: slice | Tensor) -> Array:
+    if isinstance(index, slice):
+        return np.arange(index.start, index.stop)
+    array: Any = index.numpy()
+    return array

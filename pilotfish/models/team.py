@@ -1,0 +1,103 @@
+"""Threads that run one compiled pass together: phases of small jobs, taken one by one, with no lock.
+
+It does not know what a job is. The one trick: nobody is assigned anything. A phase is two counters, jobs taken and
+jobs done; whoever comes takes the next job, and a phase is over when all are done. A thread that wakes late or is
+pushed off its core delays nothing but the job it holds, and one thread alone gives the same result.
+
+    thread 1   phase 0: jobs 0 1 3 4 .. | wait for done == all | phase 1: jobs 0 2 ..
+    thread 2         (waking up) 2 5 .. |                      |          jobs 1 3 ..
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from ..attention.vectors import add_atomically, pause, read_atomically
+
+_STRIDE = 128  # bytes between a phase's counters and the next one's: no two share a cache line
+_PATIENCE = 2000  # looks at a counter before the core is offered to others
+
+if os.name == "posix":
+    _sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    def _give_way() -> None:
+        _sched_yield()
+else:
+
+    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    def _give_way() -> None:
+        pause()
+
+
+def counters(num_phases: int) -> "np.ndarray[Any, Any]":
+    """Fresh counters for one pass. Each pass has its own, so a thread that comes after its end finds all done."""
+    return np.zeros(num_phases * _STRIDE // 8, dtype=np.int64)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def take(phase: int) -> int:
+    """The number of the next job of the phase whose counters lie at this address."""
+    return add_atomically(phase, 1)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def finish(phase: int, num_jobs: int, num_done: int) -> int:
+    """Report ``num_done`` jobs, wait until all ``num_jobs`` are done, and return the next phase's address."""
+    if num_done:
+        add_atomically(phase + 64, num_done)
+    looks = 0
+    while read_atomically(phase + 64) < num_jobs:
+        pause()
+        looks += 1
+        if looks % _PATIENCE == 0:
+            _give_way()
+    return phase + _STRIDE
+
+
+class Team:
+    """``num_threads`` - 1 helpers that sleep between passes. One team serves all models of a process."""
+
+    def __init__(self, num_threads: int):
+        self.num_threads = num_threads
+        self._inboxes: list[queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None]] = []
+        for number in range(1, num_threads):
+            inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
+            self._inboxes.append(inbox)
+            threading.Thread(target=_serve, args=(inbox,), name=f"pilotfish-{number}", daemon=True).start()
+
+    def run(self, function: Callable[..., None], *args: Any) -> None:
+        """Call ``function(*args)`` on this thread and on the helpers; returns when this thread's call does."""
+        job = (function, args)
+        for inbox in self._inboxes:
+            inbox.put(job)
+        function(*args)
+
+    def close(self) -> None:
+        """Let the helpers go."""
+        for inbox in self._inboxes:
+            inbox.put(None)
+        self._inboxes = []
+
+
+def _serve(inbox: "queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None]") -> None:
+    while (job := inbox.get()) is not None:
+        function, args = job
+        function(*args)
+        del job, function, args  # sleep without holding a cache or a model
+
+
+_teams: dict[int, Team] = {}
+
+
+def team(num_threads: int) -> Team:
+    """The process's team of this size."""
+    process_key = (os.getpid() << 8) + num_threads  # after a fork the helpers are gone
+    if process_key not in _teams:
+        _teams[process_key] = Team(num_threads)
+    return _teams[process_key]

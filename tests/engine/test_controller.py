@@ -1,0 +1,148 @@
+"""The controller on simulated machines: it finds the K that pays, drafts nothing where nothing pays, and never for good."""
+
+import random
+from collections.abc import Callable, Hashable
+
+import pytest
+
+from pilotfish.decoding.draft import EMPTY, Draft, chain
+from pilotfish.decoding.request import Request, Step
+from pilotfish.decoding.sampling import SamplingParams
+from pilotfish.decoding.theory import best_num_drafted, walltime_factor
+from pilotfish.engine.controller import Adaptive, Fixed, PassCosts
+
+FLAT = {1: 1.0, 2: 1.02, 4: 1.05, 8: 1.15, 16: 1.4}
+STEEP = {1: 1.0, 2: 1.9, 4: 3.6, 8: 7.0, 16: 14.0}
+
+
+def request(name: str = "r") -> Request:
+    one = Request(name, (1, 2), SamplingParams(max_tokens=10**6), 0, "coupled", 10**6)
+    one.tokens.append(3)
+    return one
+
+
+class Machine:
+    """A world with known costs and acceptance; counts seconds and tokens."""
+
+    def __init__(
+        self,
+        points: dict[int, float],
+        alpha: Callable[[int], float],
+        *,
+        per_token: float = 0.0,
+        kind: Callable[[int], Hashable] = lambda _step: None,
+        by_kind: dict[Hashable, float] | None = None,
+    ):
+        self.truth = PassCosts(dict(points))
+        self.controller = Adaptive(PassCosts(dict(points)))
+        self.alpha, self.per_token, self.kind, self.by_kind = alpha, per_token, kind, by_kind or {}
+        self.random = random.Random(0)
+        self.seconds, self.tokens, self.num_steps = 0.0, 0, 0
+        self.lengths: list[int] = []
+
+    def step(self, requests: list[Request]) -> None:
+        limits = self.controller.limits(requests)
+        kind = self.kind(self.num_steps)
+        proposed: list[Draft] = [chain([0] * limit, kind=kind) if limit else EMPTY for limit in limits]
+        asked = [(r, d) for r, d in zip(requests, proposed, strict=True) if len(d)]
+        drafting = self.per_token * max(limits)
+        if asked:
+            self.controller.drafted([r for r, _ in asked], [d for _, d in asked], drafting)
+        cut = dict(zip([r.id for r, _ in asked], self.controller.cut([r for r, _ in asked], [d for _, d in asked]),
+                       strict=True))  # fmt: skip
+        drafts = [cut.get(r.id, EMPTY) for r in requests]
+        rows = sum(len(draft) + 1 for draft in drafts)
+        spent = self.truth.seconds(rows)
+        steps = []
+        for one, draft in zip(requests, drafts, strict=True):
+            alpha = self.by_kind.get(kind, self.alpha(self.num_steps))
+            accepted = 0
+            while accepted < len(draft) and self.random.random() < alpha:
+                accepted += 1
+            steps.append(Step(one, range(1), tuple([0] * (accepted + 1)), num_accepted=accepted))
+        self.controller.spent(rows, spent)
+        self.controller.learn(steps, drafts)
+        self.seconds += spent + drafting
+        self.tokens += sum(len(step.tokens) for step in steps)
+        self.num_steps += 1
+        self.lengths.append(len(drafts[0]))
+
+    def run(self, num_steps: int, requests: list[Request] | None = None) -> float:
+        """Speed-up over plain decoding in these steps."""
+        requests = requests or [request()]
+        self.seconds, self.tokens, self.lengths = 0.0, 0, []
+        for _ in range(num_steps):
+            self.step(requests)
+        plain = self.truth.seconds(len(requests)) / len(requests)
+        return self.tokens * plain / self.seconds
+
+
+@pytest.mark.parametrize(("alpha", "per_token"), [(0.8, 0.0), (0.8, 0.1), (0.6, 0.05), (0.9, 0.2), (0.4, 0.02)])
+def test_it_comes_close_to_the_best_fixed_number(alpha: float, per_token: float) -> None:
+    machine = Machine(FLAT, lambda _step: alpha, per_token=per_token)
+    machine.run(100)
+    verify = [machine.truth.seconds(rows) for rows in range(1, 17)]
+    best = best_num_drafted(alpha, per_token, verify=verify)
+    assert machine.run(400) > 0.93 * walltime_factor(alpha, best, per_token, verify[best])
+
+
+def test_where_nothing_pays_it_drafts_nothing_and_loses_next_to_nothing() -> None:
+    for points, alpha, per_token in ((STEEP, 0.5, 0.0), (FLAT, 0.02, 0.3), (FLAT, 0.3, 0.9)):
+        machine = Machine(points, lambda _step, alpha=alpha: alpha, per_token=per_token)  # type: ignore[misc]
+        machine.run(150)
+        assert machine.run(400) > 0.955
+        assert machine.lengths.count(0) > 350
+
+
+def test_nothing_is_not_for_good() -> None:
+    machine = Machine(FLAT, lambda step: 0.0 if step < 300 else 0.9)
+    machine.run(300)
+    assert machine.lengths[-100:].count(0) > 90
+    machine.run(300)
+    assert machine.run(100) > 2.5
+
+
+def test_kinds_are_told_apart() -> None:
+    """Half of the drafts are good and half are worthless: the worthless ones are cut, the good ones kept long."""
+    machine = Machine(FLAT, lambda _s: 0.0, kind=lambda step: step % 2, by_kind={0: 0.9, 1: 0.0})
+    machine.run(200)
+    machine.run(200)
+    good, bad = machine.lengths[0::2], machine.lengths[1::2]
+    assert sum(good) / len(good) > 5
+    assert sum(bad) / len(bad) < 0.5
+
+
+def test_drawn_drafts_are_never_cut() -> None:
+    import torch
+
+    controller = Adaptive(PassCosts(dict(STEEP)))
+    drawn = chain([1, 2, 3], torch.full((3, 8), 1 / 8), kind="worthless")
+    for _ in range(50):
+        assert controller.cut([request()], [drawn]) == [drawn]
+        controller.learn([Step(request(), range(1), (0,))], [drawn])
+
+
+def test_a_full_batch_drafts_less_than_a_single_request() -> None:
+    points = {1: 1.0, 2: 1.02, 4: 1.05, 8: 1.1, 16: 2.0, 32: 4.0, 64: 8.0}
+    alone, crowd = Machine(points, lambda _s: 0.6), Machine(points, lambda _s: 0.6)
+    alone.run(200)
+    crowd.run(200, [request(str(i)) for i in range(16)])
+    assert sum(alone.lengths) > 3 * sum(crowd.lengths)
+
+
+def test_fixed_is_fixed() -> None:
+    controller = Fixed(3)
+    assert controller.limits([request(), request()]) == [3, 3]
+    assert controller.cut([request()], [EMPTY]) == [EMPTY]
+
+
+def test_costs_never_fall_and_go_on_beyond_the_last_point() -> None:
+    costs = PassCosts({1: 1.0, 4: 0.9, 8: 2.0, 16: 4.0})
+    seconds = [costs.seconds(rows) for rows in range(1, 40)]
+    assert seconds == sorted(seconds)
+    assert costs.seconds(24) == pytest.approx(6.0)
+    for _ in range(200):
+        costs.observe(8, 1.0)
+    assert costs.seconds(8) == pytest.approx(1.0, abs=0.05)
+    costs.observe(8, 1000.0)
+    assert costs.seconds(8) < 1.2
