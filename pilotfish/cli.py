@@ -15,6 +15,7 @@ import click
 
 from . import flags
 from .bench.options import BenchOptions
+from .bench.tune import TuneOptions
 from .decoding.sampling import SamplingParams
 from .drafters import registry
 from .engine.options import EngineOptions
@@ -236,3 +237,21 @@ def verify(model: str, **values: Any) -> None:
     print_report(report)
     if not report.lossless:
         raise SystemExit(1)
+
+
+@main.command()
+@_model_flags
+@_drafting_flags(several=True, without=["num_speculative_tokens"])
+@flags.from_fields(TuneOptions)
+def tune(model: str, method: tuple[str, ...], **values: Any) -> None:
+    """Find what pays on your prompts and your machine; the winner goes into a file for --speculative-config @FILE."""
+    from .bench.tune import fitting, print_ranking, run_tune
+
+    options, engine = flags.pick(TuneOptions, values), flags.pick(EngineOptions, values)
+    config = _drafting({**values, "num_speculative_tokens": None})
+    names = method or tuple(name for name in registry.methods() if name != "none")
+    registry.check_known(names, config)
+    target = load(model, **asdict(flags.pick(LoadOptions, values)))
+    configs, reasons = fitting(target, names, config, engine)
+    choices = run_tune(options, target, [registry.parse(one) for one in configs], configs, engine=engine)
+    print_ranking(choices, reasons, options.out)

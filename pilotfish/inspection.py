@@ -74,11 +74,11 @@ def inspect(model: str, load_options: LoadOptions, engine: EngineOptions, config
         kv_bytes_full_context=per_token * length,
         kv_pool_bytes=per_token * size_pool(info, engine, length) * engine.block_size,
         chat_template=bool(loaded.tokenizer and loaded.tokenizer.hf.chat_template),
-        drafters={method: _obstacle(method, loaded, engine, length, config) for method in registry.methods()},
+        drafters={method: obstacle(method, loaded, engine, length, config) for method in registry.methods()},
     )
 
 
-def _obstacle(method: str, loaded: Loaded, engine: EngineOptions, length: int, config: Mapping[str, Any]) -> str | None:
+def obstacle(method: str, loaded: Loaded, engine: EngineOptions, length: int, config: Mapping[str, Any]) -> str | None:
     """Why this method cannot draft for this model, or None."""
     setting = Setting(
         target=loaded.model.info,

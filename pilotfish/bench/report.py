@@ -27,7 +27,7 @@ def document(report: Report) -> dict[str, Any]:
 
 def print_report(report: Report, console: Console | None = None) -> None:
     """The table, then the document on the last line of stdout (the console's file)."""
-    console = console or _console()
+    console = console or new_console()
     settings = report.environment.get("settings", {})
     if report.rows:
         console.print(_table(report, console.width >= _WIDE))
@@ -43,7 +43,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
     print(json.dumps(document(report), allow_nan=False), file=console.file, flush=True)
 
 
-def _console() -> Console:
+def new_console() -> Console:
+    """For tables: as wide as the terminal, or wide enough where there is none."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDE)
 

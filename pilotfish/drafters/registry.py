@@ -8,7 +8,7 @@ import importlib
 import inspect
 import json
 import pkgutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -148,15 +148,20 @@ def _json(text: str, where: str) -> Any:
         raise OptionError(f"{where} is not JSON: {error}") from error
 
 
-def parse_each(names: Iterable[str], config: Mapping[str, Any]) -> list[Speculation]:
+def parse_each(names: Sequence[str], config: Mapping[str, Any]) -> list[Speculation]:
     """One speculation per method, each with the options it knows. Raises OptionError for one that none knows."""
+    check_known(names, config)
+    return [parse({**known_to(name, config), "method": name}) for name in names]
+
+
+def check_known(names: Sequence[str], config: Mapping[str, Any]) -> None:
+    """Raises OptionError for an option that none of these methods has."""
     known: dict[str, None] = {}
     for name in names:
         known |= dict.fromkeys([*known_to(name, config), "method"])
     for key in _resolve_aliases(dict(config)):
         if key not in known:
             raise unknown_name(f"option for {', '.join(names)}:", key, known)
-    return [parse({**known_to(name, config), "method": name}) for name in names]
 
 
 def known_to(method: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,8 @@ QKV, O, GATE_UP, DOWN = 0, 4, 8, 12
 NORM_1, NORM_2, POST_1, POST_2, Q_NORM, K_NORM, KEYS, VALUES, WINDOW, ROPE, TAP = range(16, 27)
 NUM_COLUMNS = 27
 # Entries of `sizes`.
-HIDDEN, NUM_HEADS, NUM_KEY_HEADS, DIM, INTERMEDIATE, VOCAB, GELU = range(7)
-NUM_SIZES = 7
-PHASES_A_LAYER, OTHER_PHASES = 10, 4
+HIDDEN, NUM_HEADS, NUM_KEY_HEADS, DIM, INTERMEDIATE, VOCAB, GELU, SCRATCH_BYTES = range(8)
+PHASES_A_LAYER, OTHER_PHASES = 10, 5
 ROWS_A_GROUP = 16  # that one job of attention takes along a block of keys
 _TILES_A_JOB = 4
 _ACTIVATION_GROUPS_A_JOB = 8
@@ -125,7 +124,7 @@ unpack_bytes = instruction(types.void, _unpack_bytes)
 #
 # `b` is the table of buffers (addresses; see `Buffers`), each row of a buffer `stride` floats after the one before.
 
-X, NORMED, BYTES, SCALES, SUMS, WIDE, QUERIES, ATTENDED, ACTIVE, PARTS, LOGITS, COSINES, SINES = range(13)
+X, NORMED, BYTES, SCALES, SUMS, WIDE, QUERIES, ATTENDED, ACTIVE, PARTS, LOGITS, SCRATCH, COSINES, SINES = range(14)
 NUM_BUFFERS = COSINES + 4  # cosines and sines come in pairs, one per rotation table: Gemma 3 has two
 
 
@@ -302,11 +301,10 @@ def _scratch_parts(scratch: int, dim: int) -> Any:
     return offsets, scores, parts, lifted, lifted + dim * BLOCK * 4
 
 
-def scratch_bytes(facts_dim: int, repeats: int) -> int:
-    """Bytes of scratch memory that a thread needs."""
-    return 8 * BLOCK + 16 * BLOCK + 16 * (facts_dim + 2) + 64 + 4 * facts_dim * BLOCK + (
-        4 * ROWS_A_GROUP * repeats * (facts_dim + 2)
-    )
+def scratch_bytes(dim: int, repeats: int) -> int:
+    """Bytes of scratch memory that a thread needs; repeats: query heads per key head."""
+    floats = 6 * BLOCK + 4 * (dim + 2) + 16 + dim * BLOCK + ROWS_A_GROUP * repeats * (dim + 2)
+    return -(-4 * floats // 4096) * 4096
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -458,13 +456,14 @@ def run_pass(phases: Any, b: Any, sizes: Any, layers: Any, ends: Any, factors: A
     phase = finish(phase, np.int64(0), np.int64(0))
     none, one = np.int64(0), np.int64(1)  # a bare 0 would be a type of its own, and each function compiled again
     post, tap = none, none
+    phase = _embed_phase(phase, b, sizes, tokens, ends[0], factors[2])
     for number in range(len(layers)):
         layer = layers[number]
         phase = _norm_phase(phase, b, sizes, num_rows, layer[NORM_1], post, tap, epsilon)
         phase = _product(phase, b, layer[QKV:], num_rows, hidden, width, b[WIDE], stride_of(width), none)
         phase = _rotate_phase(phase, b, sizes, layer, positions, slots, epsilon)
-        phase = _attend_phase(phase, b, sizes, layer, rows, groups, num_splits, scale, scratch, states)
-        phase = _gather_phase(phase, b, sizes, num_rows, num_splits, states)
+        phase = _attend_phase(phase, b, sizes, layer, rows, groups, num_splits, scale, scratch)
+        phase = _gather_phase(phase, b, sizes, num_rows, num_splits, scratch)
         post = layer[POST_1]
         out = b[WIDE] if post else b[X]
         phase = _product(phase, b, layer[O:], num_rows, num_heads * dim, hidden, out, stride, none if post else one)

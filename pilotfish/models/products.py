@@ -93,7 +93,7 @@ def _quantise_group(context: Emit, values: Any, out: Any, scale: Any, total: Any
     largest = e.reduce(e.largest(e.largest(sizes[0], sizes[1]), e.largest(sizes[2], sizes[3])), _larger(e))
     e.store(b.fmul(largest, F32(1 / 127)), scale)
     positive = b.fcmp_ordered(">", largest, F32(0.0))
-    usable = b.and_(positive, b.fcmp_ordered("<", largest, F32(float(3.0e38))))
+    usable = b.and_(positive, b.fcmp_ordered("<", largest, F32(3.0e38)))
     inverse = e.splat(b.select(usable, b.fdiv(F32(127.0), largest), F32(0.0)))
     sums: Any = ir.Constant(VI, [0] * LANES)
     for i, part in enumerate(parts):

@@ -9,7 +9,7 @@ the logits; so "lossless" is worth something only if a row's result is *bitwise*
 batch and any draft. It is, and `info.bitwise` says so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -69,7 +69,8 @@ class QuantizedDecoder:
         arrays = quantised.arrays
         self._sizes = np.array(
             [facts.hidden_size, facts.num_heads, facts.num_key_heads, facts.head_dim, facts.intermediate_size,
-             facts.vocab_size, facts.activation == "gelu_tanh"], np.int64)  # fmt: skip
+             facts.vocab_size, facts.activation == "gelu_tanh",
+             loops.scratch_bytes(facts.head_dim, facts.num_heads // facts.num_key_heads)], np.int64)  # fmt: skip
         self._factors = np.array([facts.norm_epsilon, facts.attention_scale, facts.embedding_scale], np.float32)
         head = "embedding" if facts.tied else "head"
         self._ends = np.array([self._matrix("embedding", 8), self._matrix(head, 8),
@@ -78,7 +79,7 @@ class QuantizedDecoder:
         self._tables: WeakKeyDictionary[KVCache, Array] = WeakKeyDictionary()
         self._turns: list[tuple[Array, Array]] = []
         self._num_positions = 0
-        self._buffers: dict[int, Array] = {}
+        self._buffers: dict[int, tuple[Array, Array]] = {}
 
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
         return KVCache(self.info.layers, num_pages, page_size, dtype=torch.float32)
@@ -93,7 +94,7 @@ class QuantizedDecoder:
             table = table[list(layers)]
         self._grow_turns(int(rows.positions.max()) + 1)
         tapped = {layer: torch.empty(batch.num_rows, facts.hidden_size) for layer in taps}
-        logits = np.empty((len(rows.wanted), -(-facts.vocab_size // 16) * 16), np.float32)
+        logits = np.empty((len(rows.wanted), stride_of(facts.vocab_size)), np.float32)
         num_phases = loops.PHASES_A_LAYER * len(running) + loops.OTHER_PHASES
         for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
             stop = min(start + _ROWS_AT_ONCE, batch.num_rows)
@@ -175,26 +176,44 @@ class QuantizedDecoder:
 
     def _workspace(self, num_rows: int) -> Array:
         """Addresses of buffers for at least this many rows; padding in them is zero and stays so."""
-        size = next(size for size in (_FEW_ROWS, _ROWS_AT_ONCE) if num_rows <= size)
+        size = _FEW_ROWS if num_rows <= _FEW_ROWS else _ROWS_AT_ONCE
         if size not in self._buffers:
             facts = self.architecture
-            widths = [-(-width // GROUP) * GROUP for width in (
-                facts.hidden_size, facts.num_heads * facts.head_dim, facts.intermediate_size)]  # fmt: skip
-            widest, groups = max(widths), max(widths) // GROUP
-            wide = max(widths[0], -(-facts.num_projected // 16) * 16, -(-2 * facts.intermediate_size // 16) * 16)
-            row = {loops.X: widths[0] * 4, loops.NORMED: widths[0] * 4, loops.BYTES: widest, loops.SCALES: groups * 4,
-                   loops.SUMS: groups * 4, loops.WIDE: wide * 4, loops.QUERIES: widths[1] * 4,
-                   loops.ATTENDED: widths[1] * 4, loops.ACTIVE: widths[2] * 4}  # fmt: skip
-            addresses = np.zeros(loops.NUM_BUFFERS, np.int64)
-            memory = np.zeros(sum(size * width + 64 for width in row.values()), np.uint8)
-            place = memory.ctypes.data
-            for buffer, width in row.items():
-                place += -place % 64
-                addresses[buffer] = place
-                place += size * width
-            self._buffers[size] = addresses
-            self._memory = [*getattr(self, "_memory", []), memory]
-        return self._buffers[size]
+            hidden, heads, inner = facts.hidden_size, facts.num_heads * facts.head_dim, facts.intermediate_size
+            widest = -(-max(hidden, heads, inner) // GROUP) * GROUP
+            wide = stride_of(max(hidden, facts.num_projected, 2 * inner))
+            num_threads = torch.get_num_threads()
+            num_bytes = {
+                loops.X: size * stride_of(hidden) * 4,
+                loops.NORMED: size * stride_of(hidden) * 4,
+                loops.BYTES: size * widest,
+                loops.SCALES: size * widest // GROUP * 4,
+                loops.SUMS: size * widest // GROUP * 4,
+                loops.WIDE: size * wide * 4,
+                loops.QUERIES: size * heads * 4,
+                loops.ATTENDED: size * stride_of(heads) * 4,
+                loops.ACTIVE: size * stride_of(inner) * 4,
+                loops.SCRATCH: num_threads * int(self._sizes[loops.SCRATCH_BYTES]),
+            }
+            self._buffers[size] = _buffers(num_bytes)
+        return self._buffers[size][0]
+
+
+def stride_of(width: int) -> int:
+    """See `loops.stride_of`."""
+    return -(-width // GROUP) * GROUP + 16
+
+
+def _buffers(num_bytes: Mapping[int, int]) -> tuple[Array, Array]:
+    """A table of addresses of zeroed buffers, each at the start of a cache line, and the memory they lie in."""
+    addresses = np.zeros(loops.NUM_BUFFERS, np.int64)
+    memory = np.zeros(sum(size + 64 for size in num_bytes.values()), np.uint8)
+    place = memory.ctypes.data
+    for buffer, size in num_bytes.items():
+        place += -place % 64
+        addresses[buffer] = place
+        place += size
+    return addresses, memory
 
 
 class _Rows:
