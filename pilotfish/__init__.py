@@ -12,8 +12,9 @@ from .errors import (
     UserError,
 )
 from .llm import LLM, Chunk, Completion, Usage
+from .version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "LLM",

@@ -10,7 +10,7 @@ import pilotfish
 
 PACKAGE = Path(pilotfish.__file__).parent
 # Each may import those before it. What is not listed (bench, cli, server, ...) is on top: no layer imports it.
-LAYERS = ("errors", "decoding", "paged", "attention", "models", "heads", "drafters", "engine", "llm")
+LAYERS = ("version", "errors", "decoding", "paged", "attention", "models", "heads", "drafters", "engine", "llm")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LABELS = [path.relative_to(PACKAGE).as_posix() for path in MODULES]
 

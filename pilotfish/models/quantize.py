@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
 from ..errors import ModelError
+from ..version import VERSION
 from .architecture import Architecture, describe, fused, weights
 from .disk_cache import cache_folder, prepared
 from .huggingface import eos_ids
@@ -79,7 +79,7 @@ def stored(key: str, name: str, bits: int, load_model: Callable[[], Any], say: C
     """
     label = "".join(c if c.isalnum() else "-" for c in name).strip("-")[-60:]
     place = hashlib.sha256(name.encode()).hexdigest()[:8]
-    full_key = f"{key} int{bits} format {FORMAT} version {__version__}"
+    full_key = f"{key} int{bits} format {FORMAT} version {VERSION}"
     folder_name = f"{label}-{place}-int{bits}-{hashlib.sha256(full_key.encode()).hexdigest()[:12]}"
 
     def fill(folder: pathlib.Path) -> None:

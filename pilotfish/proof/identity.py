@@ -7,6 +7,8 @@ It does not know laws or statistics. The one trick: sampled texts can be compare
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..bench.divergence import first_difference
 from ..decoding.draft import Draft
 from ..decoding.request import FinishReason, Request
@@ -16,7 +18,7 @@ from ..engine.engine import Engine, Event
 from .actors import Witness
 from .ground import Ground, drive
 from .report import Check
-from .rounding import Divergence, can_round, divergence, row_in_shapes
+from .rounding import Divergence, can_round, divergence, plausible, row_in_shapes, spread
 
 SELF_PROMPTS, SELF_TOKENS, SELF_DRAFTED = 2, 24, 3
 LEAST_SELF_ACCEPTANCE = 0.999
@@ -99,6 +101,23 @@ def draft_with_itself(ground: Ground, temperature: float) -> Outcome:
     return Outcome(check, tuple(found))
 
 
+def same_in_any_shape(ground: Ground) -> Check:
+    """The row after each prompt from passes of different shapes: equal up to what the number format explains."""
+    found = []
+    for prompt in ground.prompts[:SELF_PROMPTS]:
+        rows = [row.double() for row in _rows_after(ground, prompt)]
+        found.append((spread(rows), plausible(ground.model, rows[0])))
+    worst, threshold = max(found, key=lambda pair: pair[0] - pair[1])
+    return Check(
+        "a row in passes of other shapes",
+        worst <= threshold,
+        worst,
+        threshold,
+        "largest difference of a logit: a row alone, with drafted rows, and after a text read in chunks",
+        "what else is in a pass changes a row by more than rounding, so drafts change the text",
+    )
+
+
 def draft_with_itself_unseeded(ground: Ground) -> Outcome:
     """The same by rejection sampling, where the chance of acceptance is sum min(p, q): 1 up to rounding."""
     num_accepted = num_rejected = 0
@@ -178,8 +197,12 @@ def _distance_by_rounding(ground: Ground, prompt: Sequence[int]) -> float:
     """Total variation between the laws after a prompt from passes of different shapes."""
     if not can_round(ground.model):
         return 0.0
-    laws = [row.double().softmax(0) for row in row_in_shapes(ground.model, prompt, len(prompt), prompt, SELF_DRAFTED)]
+    laws = [row.double().softmax(0) for row in _rows_after(ground, prompt)]
     return max(float((law - laws[0]).abs().sum()) / 2 for law in laws)
+
+
+def _rows_after(ground: Ground, prompt: Sequence[int]) -> list[Tensor]:
+    return row_in_shapes(ground.model, prompt, len(prompt) // 2, prompt, SELF_DRAFTED)
 
 
 def _drafting(requests: Sequence[Request]) -> str:

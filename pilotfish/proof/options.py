@@ -27,6 +27,7 @@ class VerifyOptions:
         _require(1 <= self.num_drafted <= MAX_NODES, "num_drafted", self.num_drafted, f"from 1 to {MAX_NODES}")
         _require(self.candidates >= 2, "candidates", self.candidates, "2 or more")
         _require(self.seed >= 0, "seed", self.seed, "0 or more")
+        _require(len(self.temperature) > 0, "temperature", self.temperature, "given at least once")
         for value in self.temperature:
             _require(value >= 0 and math.isfinite(value), "temperature", value, "0 (greedy) or more")
 

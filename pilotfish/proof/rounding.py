@@ -3,6 +3,9 @@
 It does not know how the texts came about. The one trick: nothing is assumed about number formats; the last row of
 the common prefix is computed in passes of different shapes, as plain decoding and verification do, and the largest
 difference between the results *is* the rounding that has to be allowed for.
+
+Unless it is no rounding: what a format's errors cannot add up to (an activation scale shared by all rows, say) is
+never allowed for. `plausible` is that bound, and generous: about 1000 ulps of float32, 13 of bfloat16.
 """
 
 from collections.abc import Sequence
@@ -17,6 +20,7 @@ from ..paged.batch import Feed, lay_out
 from ..paged.cache import KVCache
 
 SLACK = 2.0  # two scores, each off by what was measured
+_RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class Divergence:
     """Two texts part at ``position``: one has ``plain`` there, the other ``drafted``.
 
     margin: the gap between the two tokens' scores in a plain pass. rounding: the largest difference of any score
-    between passes of different shapes; 0 where the format allows no near-ties.
+    between passes of different shapes, as far as that is plausible; 0 where the format allows no near-ties.
     """
 
     position: int
@@ -63,18 +67,24 @@ def divergence(
     if not plain or not drafted:
         one, other = (plain or [-1])[0], (drafted or [-1])[0]
         return Divergence(len(prefix), one, other, float("inf"), 0.0)
-    rows = [
-        scores(logits_V, temperature, seed, len(prefix))
-        for logits_V in row_in_shapes(model, prefix, num_prompt, drafted, num_drafted)
-    ]
+    logits = row_in_shapes(model, prefix, num_prompt, drafted, num_drafted)
+    rows = [scores(logits_V, temperature, seed, len(prefix)) for logits_V in logits]
     margin = float((rows[0][plain[0]] - rows[0][drafted[0]]).abs())
-    return Divergence(len(prefix), plain[0], drafted[0], margin, spread(rows) if can_round(model) else 0.0)
+    rounding = min(spread(rows), plausible(model, logits[0])) if can_round(model) else 0.0
+    return Divergence(len(prefix), plain[0], drafted[0], margin, rounding)
 
 
 def can_round(model: CausalLM) -> bool:
     """Whether near-ties are to be expected. float64 differs in its last bits too, but no two scores are so close by
     chance; a bitwise model's rows do not depend on the shape of a pass at all."""
     return model.info.dtype != torch.float64 and not model.info.bitwise
+
+
+def plausible(model: CausalLM, logits_V: Tensor) -> float:
+    """The most that the shape of a pass may change a logit of this row: 0 for a bitwise model."""
+    if model.info.bitwise:
+        return 0.0
+    return _RELATIVE.get(model.info.dtype, 1e-1) * max(1.0, float(logits_V.abs().max()))
 
 
 def spread(rows: Sequence[Tensor]) -> float:

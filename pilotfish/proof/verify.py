@@ -22,7 +22,7 @@ from ..models.base import CausalLM, ModelInfo
 from ..models.load import Loaded, load
 from .actors import AskewLM, Liar
 from .ground import Build, Ground, Meter, measure_pass
-from .identity import Outcome, compare, draft_with_itself, draft_with_itself_unseeded
+from .identity import Outcome, compare, draft_with_itself, draft_with_itself_unseeded, same_in_any_shape
 from .laws import ExactLaws, Experiment, Tallies, draw, uncertain_prefixes
 from .memo import MemoLM
 from .options import VerifyOptions
@@ -69,7 +69,8 @@ def run_verify(options: VerifyOptions, target: Loaded, speculation: registry.Spe
     )
     with ground.meter.running():
         texts, own = _prove_texts(ground)
-        checks = [*(outcome.check for outcome in (*texts, *own)), *_prove_laws(ground, speculation, draft, texts)]
+        checks = [outcome.check for outcome in (*texts, *own)]
+        checks += [same_in_any_shape(ground), *_prove_laws(ground, speculation, draft, texts)]
     checks += _about_the_runs(ground)
     return Report(
         target=_describe_target(target.model.info),

@@ -12,7 +12,8 @@ from pilotfish.decoding.sampling import SamplingParams
 from pilotfish.drafters.base import Drafter
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.options import EngineOptions
-from tests.fakes import Faulty, Scripted, TableModel, foresight
+from tests.adversaries import Faulty, Scripted, foresight
+from tests.fakes import TableModel
 
 GREEDY = SamplingParams(temperature=0, max_tokens=13)
 

@@ -1,7 +1,7 @@
 """What every drafter must do, whatever it drafts: one suite over all files in pilotfish/drafters.
 
 A new file is tested without a line here. Options without a default that works (a draft model) are supplied, by their
-name, by `tests.fakes.method_config`. The target is a table with exact probabilities that reads its text from the pages.
+name, by `tests.adversaries.method_config`. The target is a table with exact probabilities, read through the pages.
 """
 
 import copy
@@ -22,7 +22,8 @@ from pilotfish.drafters.base import Drafter, Setting
 from pilotfish.errors import OptionError
 from pilotfish.models.load import Loaded
 from pilotfish.paged.pages import PagePool
-from tests.fakes import FAILING, TableModel, adversaries, drain, engine, joint_law, method_config, oracle, sampled_chain
+from tests.adversaries import FAILING, adversaries, method_config, sampled_chain
+from tests.fakes import TableModel, drain, engine, joint_law, oracle
 
 METHODS = registry.methods()
 NUM_IDS = 8
@@ -249,7 +250,7 @@ def found_in(drafter: Drafter, requests: Sequence[Request]) -> list[str]:
     return found
 
 
-# -- the law, where nothing fixes the text --------------------------------------------------------------------------------
+# -- the law, where nothing fixes the text ---------------------------------------------------------------------------
 
 NUM_RUNS = 1500
 SMALL = TableModel(4, order=2, seed=4, sharpness=1.2)

@@ -18,20 +18,8 @@ from pilotfish.drafters import registry
 from pilotfish.models.huggingface import HuggingFaceLM
 from pilotfish.models.load import Loaded
 from pilotfish.models.tokenizer import Detokenizer
-from tests.fakes import (
-    FAILING,
-    ByteTokenizer,
-    Scripted,
-    TableModel,
-    adversaries,
-    drain,
-    engine,
-    foresight,
-    method_config,
-    oracle,
-    random_trees,
-    run,
-)
+from tests.adversaries import FAILING, Scripted, adversaries, foresight, method_config, random_trees
+from tests.fakes import ByteTokenizer, TableModel, drain, engine, oracle, run
 from tests.models.tiny import tiny_model
 
 TABLE = TableModel(16, order=2, num_phases=5, eos={15})
@@ -58,7 +46,7 @@ def with_(params: SamplingParams, **changes: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("params", SEEDED, ids=range(len(SEEDED)))
 @pytest.mark.parametrize("name", adversaries(TABLE))
-def test_no_drafter_changes_a_token(name, params, caplog):
+def test_no_drafter_changes_a_token(name, params):
     for k in range(1, 9):
         params = with_(params, max_tokens=20 + k)
         found = engine(TABLE, adversaries(TABLE)[name](), k=k)
@@ -88,7 +76,7 @@ def test_all_of_a_right_draft_is_accepted(k, rule):
         assert request.stats.num_steps == -(-30 // (k + 1))
 
 
-# -- where texts end ------------------------------------------------------------------------------------------------------
+# -- where texts end -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["always right", "random trees", "sampled trees", "sampled chain"])
@@ -134,7 +122,7 @@ def test_the_end_of_text_inside_a_run(name):
 
 
 def test_stop_strings_inside_a_run():
-    """Every substring of one to three characters of the text as a stop string: text, ids and counts as in plain decoding."""
+    """Every substring of one to three characters of the text as a stop string."""
     tokenizer = ByteTokenizer(64, first_byte=32)
     model = TableModel(64, order=1, num_phases=3, seed=2)
     for params in SEEDED[:2]:
@@ -154,7 +142,7 @@ def test_stop_strings_inside_a_run():
             assert results[0] == results[1] == results[2]
 
 
-# -- real attention -------------------------------------------------------------------------------------------------------
+# -- real attention --------------------------------------------------------------------------------------------------
 
 WINDOW = 6
 
