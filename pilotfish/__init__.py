@@ -1,5 +1,6 @@
 """pilotfish: lossless speculative decoding. A small fish swims ahead; the text is still the big one's."""
 
+from . import version
 from .decoding.request import TokenLogprob
 from .decoding.sampling import SamplingParams
 from .errors import (
@@ -12,9 +13,8 @@ from .errors import (
     UserError,
 )
 from .llm import LLM, Chunk, Completion, Usage
-from .version import VERSION
 
-__version__ = VERSION
+__version__ = version.VERSION
 
 __all__ = [
     "LLM",
