@@ -6,7 +6,7 @@ into `Completion`s. The one trick: `generate` and `stream` are the same few line
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,7 +94,7 @@ class LLM:
         self, model: str | Path = "demo", *, speculative_config: Mapping[str, Any] | None = None, **options: Any
     ):
         settings = _read_options(speculative_config, options)
-        self._start(load(model, dtype=settings.load.dtype, device=settings.load.device), settings)
+        self._start(load(model, **asdict(settings.load)), settings)
 
     @classmethod
     def from_model(
@@ -108,7 +108,7 @@ class LLM:
         """Around a loaded Hugging Face model and its tokenizer (None: prompts and results are token ids)."""
         settings = _read_options(speculative_config, options)
         if settings.load != LoadOptions():
-            raise OptionError("dtype and device belong to loading; move the model before passing it in")
+            raise OptionError("dtype, device, quantization and model_impl belong to loading: give them to load()")
         llm = cls.__new__(cls)
         llm._start(model if isinstance(model, Loaded) else from_objects(model, tokenizer), settings)
         return llm

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from .vectors import F32, I64, LANES, VF, Emit, get_float, instruction, set_float
+from .vectors import F32, I64, LANES, VF, Emit, Int, get_float, instruction, set_float
 
 BLOCK = 128  # keys
 UNSEEN = float("-inf")
@@ -152,8 +152,8 @@ _score_1, _score_2, _score_3, _score_4 = (_score(num) for num in (1, 2, 3, 4))
 _weigh_1, _weigh_2, _weigh_3, _weigh_4 = (_weigh(num) for num in (1, 2, 3, 4))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def lift_keys(slots: Any, first: int, stop: int, keys: int, stride: int, width: int, offsets: int, out: int) -> None:
+@njit(nogil=True, cache=True)
+def lift_keys(slots: Any, first: Int, stop: Int, keys: Int, stride: Int, width: Int, offsets: Int, out: Int) -> None:
     """Offsets of the trunk's keys first..stop-1 (of one block), and these keys transposed.
 
     slots: of the sequence. stride: bytes between slots. offsets: room for int64 per key of a block.
@@ -176,9 +176,9 @@ def _set_offset(context: Emit, table: Any, index: Any, value: Any) -> None:
 set_offset = instruction(types.void, _set_offset)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def lift_nodes(slots: Any, prefix: int, bits: int, first: int, stop: int, keys: int, stride: int, dim: int,
-               offsets: int, out: int) -> None:  # fmt: skip
+@njit(nogil=True, cache=True)
+def lift_nodes(slots: Any, prefix: Int, bits: Int, first: Int, stop: Int, keys: Int, stride: Int, dim: Int,
+               offsets: Int, out: Int) -> None:  # fmt: skip
     """As `lift_keys` for the part of a row's own keys that are tree nodes: those from ``prefix`` on, the set bits.
 
     first, stop: the row's keys that lie in the block. Writes columns that trunk rows of the block do not look at.
@@ -195,9 +195,9 @@ def lift_nodes(slots: Any, prefix: int, bits: int, first: int, stop: int, keys: 
         node += 1
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def attend_block(queries: int, num: int, lifted: int, values: int, offsets: int, num_keys: int, num_unseen: int,
-                 dim: int, scale: float, scores: int, out: int) -> None:  # fmt: skip
+@njit(nogil=True, cache=True)
+def attend_block(queries: Int, num: Int, lifted: Int, values: Int, offsets: Int, num_keys: Int, num_unseen: Int,
+                 dim: Int, scale: Any, scores: Int, out: Int) -> None:  # fmt: skip
     """Partial softmaxes of up to 4 heads of one row over one block: each ``dim + 2`` floats at ``out``: the weighted
     sum of values, the largest score, the sum of weights.
 
@@ -232,8 +232,8 @@ def attend_block(queries: int, num: int, lifted: int, values: int, offsets: int,
         _weigh_4(weights, values, table, seen, width, out, stride)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def merge_block(into: int, part: int, dim: int) -> None:
+@njit(nogil=True, cache=True)
+def merge_block(into: Int, part: Int, dim: Int) -> None:
     """Take one more block's partial softmax into the row's running one (whose largest starts at -inf, sums at 0)."""
     a, b = get_float(into + 4 * dim), get_float(part + 4 * dim)
     largest = a + b if math.isnan(a) or math.isnan(b) else max(a, b)

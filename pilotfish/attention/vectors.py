@@ -24,6 +24,8 @@ LANES = 16
 I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 V8, VI, VF = ir.VectorType(I8, LANES), ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 
+Int = Any  # an int64 in compiled code: a number or an address; numba's and Python's int are not one type
+
 DotKind = Literal["vnni512", "vnni256", "avx2", "plain"]
 
 
@@ -73,7 +75,7 @@ class Emit:
 
     def variable(self, value: Any) -> Any:
         """A place for a value that a loop changes, set here and now; LLVM turns it into a register."""
-        return cgutils.alloca_once_value(self.builder, value)
+        return cgutils.alloca_once_value(self.builder, value)  # type: ignore[no-untyped-call]
 
     def loop(self, count: Any) -> Any:
         """``with loop(count) as index``, an int64 from 0."""
@@ -93,7 +95,8 @@ class Emit:
 
     def call(self, name: str, result: Any, *args: Any) -> Any:
         kind = ir.FunctionType(result, [arg.type for arg in args])
-        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), args)
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)  # type: ignore[no-untyped-call]
+        return self.builder.call(function, args)
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         return self.call("llvm.fma.v16f32", VF, a, b, c)

@@ -10,15 +10,17 @@ them, be that a prompt, the replacement of a rejected tail, or the token it has 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..decoding.draft import EMPTY, Draft
 from ..decoding.request import Request
 from ..errors import DraftError, OptionError
 from ..models.base import CausalLM
-from ..models.load import Loaded, load
+from ..models.load import Loaded, from_objects, load
 from ..models.tokenizer import mismatch
 from ..paged.batch import Feed, lay_out
 from .base import Drafter, Setting
@@ -189,8 +191,12 @@ def load_draft(options: DraftModelOptions, setting: Setting, method: str) -> Cau
         raise DraftError(f"method {method!r} needs a draft model: give model= (or --draft-model)")
     if isinstance(options.model, Loaded):
         loaded = options.model
-    else:
+    elif isinstance(options.model, str | Path):
         loaded = load(options.model, device=str(setting.device), dtype="auto")
+    elif isinstance(options.model, PreTrainedModel):  # as Hugging Face's assistant_model
+        loaded = from_objects(options.model)
+    else:
+        raise DraftError(f"a draft model is given by name, as a folder or loaded, not as {options.model!r}")
     if setting.tokenizer and loaded.tokenizer and (odd := mismatch(loaded.tokenizer, setting.tokenizer)):
         raise DraftError(
             f"draft model {loaded.model.info.name} has another tokenizer than {setting.target.name}: {odd}; "

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..decoding.draft import EMPTY, Draft, chain
 from ..decoding.noise import SeededNoise
 from ..decoding.request import Request
-from ..decoding.sampling import process, warp
+from ..decoding.sampling import likeliest, process, warp
 
 
 @dataclass(slots=True)
@@ -75,11 +75,11 @@ def extend(runs: Sequence[Run], guesses: Sequence[Sequence[int]], logits_NV: Ten
     more than it met right guesses, unless it is done before.
     """
     greedy = [run.request.params.greedy and not run.request.params.processed for run in runs]
-    likeliest = logits_NV.argmax(1).tolist() if any(greedy) else []
+    best = likeliest(logits_NV)[0] if any(greedy) else []
     start = 0
     for run, guess, plain in zip(runs, guesses, greedy, strict=True):
         for row, guessed in enumerate((*guess, None), start):
-            run.tokens.append(likeliest[row] if plain else run.choose(logits_NV[row]))
+            run.tokens.append(best[row] if plain else run.choose(logits_NV[row]))
             if run.done or run.tokens[-1] != guessed:
                 break
         start += len(guess) + 1

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..decoding.draft import Draft
 from ..decoding.noise import SeededNoise
 from ..decoding.request import Request, TokenLogprob
-from ..decoding.sampling import process, warp
+from ..decoding.sampling import likeliest, process, warp
 from ..decoding.verify import Verdict, match, verify
 from ..errors import PilotfishError
 
@@ -29,8 +29,7 @@ def judge(requests: Sequence[Request], drafts: Sequence[Draft], logits_NV: Tenso
     greedy_rows: list[int] = []
     greedy_values: list[float] = []
     if any(_plainly_greedy(request) for request in requests):
-        values_N, rows_N = logits_NV.max(1)
-        greedy_rows, greedy_values = rows_N.tolist(), values_N.tolist()
+        greedy_rows, greedy_values = likeliest(logits_NV)
     results: list[Judgement | PilotfishError] = []
     start = 0
     for request, draft in zip(requests, drafts, strict=True):
@@ -61,7 +60,7 @@ def _judge_one(request: Request, draft: Draft, logits_NV: Tensor) -> Judgement |
     if params.greedy:
         processed_NV = process(logits_NV, *context)
         broken = processed_NV.sum(1).isnan().tolist()
-        verdict = _match_choices(draft, processed_NV.argmax(1).tolist())
+        verdict = _match_choices(draft, likeliest(processed_NV)[0])
     else:
         p_NV = warp(logits_NV, *context)
         broken = p_NV.sum(1).isnan().tolist()

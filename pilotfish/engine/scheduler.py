@@ -88,8 +88,10 @@ class Scheduler:
         plan, budget = Plan(), self.options.max_num_batched_tokens
         preemptions = self.num_preemptions
         running = list(self.running)
+        # Whatever the first ones draft, everybody behind them gets a row, those who wait for a free seat included.
+        num_served = min(len(running) + len(self.waiting), self.options.max_num_seqs)
         for i, (request, wanted) in enumerate(zip(running, self.limits_of(running) if running else (), strict=True)):
-            left = budget - (len(running) - 1 - i)  # one row for each that comes after, whatever this one drafts
+            left = budget - (num_served - 1 - i)
             if request in self.running and (entry := self._grant(request, left, wanted)):  # else just preempted
                 plan.entries.append(entry)
                 budget -= entry.num_trunk + entry.limit

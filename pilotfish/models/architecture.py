@@ -180,7 +180,8 @@ def _norm(module: Any, architecture: Architecture) -> Tensor:
 
 
 def _bias(linear: Any) -> Tensor:
-    return linear.weight.new_zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias
+    bias: Tensor = linear.weight.new_zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias
+    return bias
 
 
 def _window(attention: Any, config: Any) -> int | None:

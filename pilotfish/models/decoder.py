@@ -77,8 +77,9 @@ class Decoder:
 
     def _attend(self, i: int, x_TD: Tensor, batch: Batch, cache: KVCache, turns: tuple[Tensor, Tensor]) -> Tensor:
         facts, rows = self.architecture, x_TD.shape[0]
+        heads = [facts.num_heads, facts.num_key_heads, facts.num_key_heads]
         heads_THD = self._linear(x_TD, f"{i}.qkv").view(rows, -1, facts.head_dim)
-        q_THD, k_TGD, v_TGD = heads_THD.split([facts.num_heads, facts.num_key_heads, facts.num_key_heads], dim=1)
+        q_THD, k_TGD, v_TGD = torch.split(heads_THD, heads, dim=1)
         q_THD, k_TGD = self._norm(q_THD, f"{i}.q_norm"), self._norm(k_TGD, f"{i}.k_norm")
         keys, values = cache.keys[i], cache.values[i]
         keys[batch.slots_T] = rotated(k_TGD, *turns)
@@ -133,7 +134,7 @@ def _adopt(model: Any, facts: Architecture) -> Mapping[str, Tensor]:
             adopted[name] = parts[0].detach()
             continue
         whole = torch.cat([part.detach() for part in parts])
-        for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        for part, view in zip(parts, torch.split(whole, [len(part) for part in parts]), strict=True):
             part.data = view
         adopted[name] = whole
     return adopted

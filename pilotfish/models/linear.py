@@ -16,7 +16,7 @@ from numba import njit
 from torch import Tensor
 
 from ..errors import ModelError, OptionError
-from .products import GROUP, ZERO_POINT, multiply_tile, quantise_group
+from .products import GROUP, ROWS, ZERO_POINT, multiply_tile, quantise_row
 from .team import counters, finish, take, team
 
 QUANTIZATIONS = {"none": 0, "int8": 8, "int4": 4}
@@ -142,29 +142,26 @@ class PackedLinear:
         padded = np.zeros((rows, width), np.float32)
         padded[:, : packed.inputs] = x_TD.numpy()
         out = np.empty((rows, packed.num_tiles * 16), np.float32)
-        data = np.empty((rows, width), np.int8)
-        scales, sums = np.empty((rows, packed.num_groups), np.float32), np.empty((rows, packed.num_groups), np.int32)
+        blocked, groups = -(-rows // ROWS) * ROWS, packed.num_groups
+        data = np.empty(blocked * width, np.int8)
+        scales, sums = np.empty(blocked * groups, np.float32), np.empty(blocked * groups, np.int32)
         matrix = np.array(packed.matrix())
         team(torch.get_num_threads()).run(_multiply, counters(2), padded, data, scales, sums, matrix, out)
         return torch.from_numpy(out[:, : packed.outputs])
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _multiply(phases: Array, x: Array, data: Array, scales: Array, sums: Array, matrix: Array, out: Array) -> None:
-    rows, groups, num_done = x.shape[0], scales.shape[1], 0
+    rows, groups, num_done = x.shape[0], x.shape[1] // GROUP, 0
     phase = phases.ctypes.data
     while True:
         row = take(phase)
         if row >= rows:
             break
-        for group in range(groups):
-            place = row * groups + group
-            quantise_group(
-                x.ctypes.data + place * GROUP * 4,
-                data.ctypes.data + place * GROUP,
-                scales.ctypes.data + place * 4,
-                sums.ctypes.data + place * 4,
-            )
+        quantise_row(
+            x.ctypes.data + row * groups * GROUP * 4, row, np.int64(0), groups, groups, data.ctypes.data,
+            scales.ctypes.data, sums.ctypes.data,
+        )  # fmt: skip
         num_done += 1
     phase, num_done = finish(phase, rows, num_done), 0
     bits, tiles = matrix[3], out.shape[1] // 16

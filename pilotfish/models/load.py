@@ -4,16 +4,23 @@ It does not know engines or drafters. The one trick: every way to fail at loadin
 path and what to do.
 """
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from rich.console import Console
 
 from ..errors import ModelError, OptionError
+from .architecture import unsupported
 from .base import CausalLM
+from .decoder import Decoder
 from .demo import demo_folder
 from .huggingface import HuggingFaceLM
+from .linear import bits_of
+from .quantize import QuantisationError, key_of, stored
+from .quantized import QuantizedDecoder, slow_because
 from .tokenizer import Tokenizer
 
 DEMO = "demo"
@@ -22,12 +29,28 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How weights are loaded. Raises OptionError for an unknown dtype or device."""
+    """How weights are loaded. Raises OptionError for an unknown name, or for options that contradict each other."""
 
     dtype: str = field(default="auto", metadata={"help": "auto (as stored), float32, bfloat16, float16 or float64"})
     device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, cuda:1, mps, ..."})
 
+    quantization: Literal["none", "int8", "int4"] = field(
+        default="none", metadata={"help": "none (as stored), int8, or int4: smaller and faster weights, on a CPU"}
+    )
+    model_impl: Literal["auto", "hf", "native"] = field(
+        default="auto", metadata={"help": "whose code runs the model: transformers' (hf), ours (native), or the faster"}
+    )
+
     def __post_init__(self) -> None:
+        if self.model_impl not in ("auto", "hf", "native"):
+            raise OptionError(f"model_impl must be auto, hf or native, not {self.model_impl!r}")
+        if bits_of(self.quantization):
+            if self.model_impl == "hf":
+                raise OptionError(f"quantization {self.quantization!r} needs our own decoder, not model_impl 'hf'")
+            if self.dtype not in ("auto", "float32"):
+                raise OptionError(f"with quantization {self.quantization!r} the rest is float32, not {self.dtype}")
+            if self.device not in ("auto", "cpu"):
+                raise OptionError(f"quantization {self.quantization!r} is for the CPU, not for {self.device!r}")
         if self.dtype != "auto" and self.dtype not in _DTYPES:
             raise OptionError(f"dtype must be auto, {', '.join(_DTYPES)}, not {self.dtype!r}")
         self.torch_device  # noqa: B018 -- raises if there is no such device
@@ -53,12 +76,19 @@ class Loaded:
     tokenizer: Tokenizer | None
 
 
-def load(name: str | Path, *, dtype: str = "auto", device: str = "auto") -> Loaded:
-    """Load a causal LM and its tokenizer.
+def load(
+    name: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: Literal["none", "int8", "int4"] = "none",
+    model_impl: Literal["auto", "hf", "native"] = "auto",
+) -> Loaded:
+    """Load a causal LM and its tokenizer. Arguments: see `LoadOptions`.
 
     Raises ModelError if it cannot be found, read, or run here.
     """
-    options = LoadOptions(dtype=dtype, device=device)
+    options = LoadOptions(dtype=dtype, device=device, quantization=quantization, model_impl=model_impl)
     if str(name) == DEMO:
         return _load_from(str(demo_folder()), DEMO, options)
     path = Path(name).expanduser()
@@ -77,22 +107,39 @@ def load(name: str | Path, *, dtype: str = "auto", device: str = "auto") -> Load
 
 def from_objects(model: Any, tokenizer: Any = None, name: str = "") -> Loaded:
     """Wrap a loaded Hugging Face model and tokenizer (or None). The model stays usable by its owner."""
-    if isinstance(model, HuggingFaceLM):
+    if isinstance(model, HuggingFaceLM | Decoder | QuantizedDecoder):
         return Loaded(model, None if tokenizer is None else Tokenizer(tokenizer))
     return Loaded(HuggingFaceLM(model, name), None if tokenizer is None else Tokenizer(tokenizer))
 
 
 def _load_from(source: str, name: str, options: LoadOptions, gguf_file: str | None = None) -> Loaded:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
+    from transformers import AutoTokenizer
 
     extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
-    weights: dict[str, Any] = {} if gguf_file is None else {"quantization_config": GgufConfig(dequantize=True)}
+    model: CausalLM | None = None
+    if bits_of(options.quantization):
+        model = _load_quantised(source, name, options, gguf_file)
+    if model is None:
+        model = _wrap(_load_weights(source, name, options, gguf_file), name, options)
+    try:
+        tokenizer = Tokenizer(AutoTokenizer.from_pretrained(source, **extra))
+    except Exception as error:
+        raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_first_line(error)}") from error
+    return Loaded(model, tokenizer)
+
+
+def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str | None) -> Any:
+    """The Hugging Face model, on its device."""
+    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers.utils import logging
+
+    weights: dict[str, Any] = {} if gguf_file is None else {
+        "gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}  # fmt: skip
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=_DTYPES.get(options.dtype, "auto"), output_loading_info=True, **extra, **weights
+            source, dtype=_DTYPES.get(options.dtype, "auto"), output_loading_info=True, **weights
         )
     except Exception as error:  # transformers, safetensors and the hub raise a dozen unrelated kinds
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
@@ -102,11 +149,53 @@ def _load_from(source: str, name: str, options: LoadOptions, gguf_file: str | No
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would make them up
         raise ModelError(f"model {name!r} is incomplete: {len(missing)} weights are missing, {missing[0]} for one")
+    return model.to(options.torch_device)
+
+
+def _wrap(model: Any, name: str, options: LoadOptions) -> CausalLM:
+    """Our decoder for the families that it knows, transformers' code for all others and on demand."""
+    ours = options.model_impl == "native" or unsupported(model.config.get_text_config()) is None
+    if options.model_impl != "hf" and ours:
+        return Decoder(model, name)
+    return HuggingFaceLM(model, name)
+
+
+def _load_quantised(source: str, name: str, options: LoadOptions, gguf_file: str | None) -> CausalLM | None:
+    """The quantised model, from the cache folder; None, and said so, if this model cannot be quantised."""
     try:
-        tokenizer = Tokenizer(AutoTokenizer.from_pretrained(source, **extra))
-    except Exception as error:
-        raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_first_line(error)}") from error
-    return Loaded(HuggingFaceLM(model.to(options.torch_device), name), tokenizer)
+        quantised = stored(
+            _identity(source, name, gguf_file),
+            name,
+            bits_of(options.quantization),
+            lambda: _load_weights(source, name, options, gguf_file),
+            _say,
+        )
+    except QuantisationError as error:
+        _say(f"{name}: {error}; it runs in float")
+        return None
+    if (reason := slow_because()) is not None:
+        _say(reason)
+    return QuantizedDecoder(quantised, name)
+
+
+def _identity(source: str, name: str, gguf_file: str | None) -> str:
+    """What tells these weights from all others."""
+    folder = Path(source)
+    if gguf_file is not None:
+        return key_of([folder / gguf_file])
+    if not folder.is_dir():  # a hub id: its files lie in a folder named after their commit
+        from transformers.utils.hub import cached_file
+
+        try:
+            folder = Path(str(cached_file(source, "config.json"))).parent
+        except Exception as error:
+            raise ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
+        return f"{source} at {folder.name}"
+    return key_of([path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin")])
+
+
+def _say(line: str) -> None:
+    Console(file=sys.stderr).print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _first_line(error: Exception) -> str:

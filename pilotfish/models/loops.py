@@ -17,12 +17,12 @@ from llvmlite import ir
 from numba import njit, types
 
 from ..attention.compiled import BLOCK, attend_block, lift_keys, lift_nodes, merge_block
-from ..attention.vectors import F32, I32, LANES, VF, VI, Emit, get_float, instruction, set_float
-from .products import GROUP, multiply_tile, quantise_group
+from ..attention.vectors import F32, I32, LANES, VF, VI, Emit, Int, get_float, instruction, set_float
+from .products import GROUP, multiply_tile, quantise_row
 from .team import finish, take
 
 # Columns of the table of layers: one row per layer. A matrix takes four: weights, scales, bias, bits.
-QKV, O, GATE_UP, DOWN = 0, 4, 8, 12
+QKV, OUT, GATE_UP, DOWN = 0, 4, 8, 12
 NORM_1, NORM_2, POST_1, POST_2, Q_NORM, K_NORM, KEYS, VALUES, WINDOW, ROPE, TAP = range(16, 27)
 NUM_COLUMNS = 27
 # Entries of `sizes`.
@@ -128,31 +128,27 @@ X, NORMED, BYTES, SCALES, SUMS, WIDE, QUERIES, ATTENDED, ACTIVE, PARTS, LOGITS, 
 NUM_BUFFERS = COSINES + 4  # cosines and sines come in pairs, one per rotation table: Gemma 3 has two
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _groups(width: int) -> int:
+@njit(nogil=True, cache=True)
+def _groups(width: Int) -> Int:
     return (width + GROUP - 1) // GROUP
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def stride_of(width: int) -> int:
+@njit(nogil=True, cache=True)
+def stride_of(width: Int) -> Int:
     """Floats from one row of a buffer to the next. One vector too many: rows whole pages apart would fight for the
     same few lines of the cache."""
     return _groups(width) * GROUP + 16
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _quantise(b: Any, row: int, values: int, first: int, stop: int, num_groups: int) -> None:
+@njit(nogil=True, cache=True)
+def _quantise(b: Any, row: Int, values: Int, first: Int, stop: Int, num_groups: Int) -> None:
     """Groups first..stop-1 of a row of floats at ``values`` into the row's bytes, scales and sums."""
-    for group in range(first, stop):
-        place = row * num_groups + group
-        quantise_group(
-            values + 4 * GROUP * group, b[BYTES] + place * GROUP, b[SCALES] + place * 4, b[SUMS] + place * 4
-        )
+    quantise_row(values, row, first, stop, num_groups, b[BYTES], b[SCALES], b[SUMS])
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _product(phase: int, b: Any, matrix: Any, num_rows: int, inputs: int, outputs: int, out: int, stride: int,
-             add: int) -> int:  # fmt: skip
+@njit(nogil=True, cache=True)
+def _product(phase: Int, b: Any, matrix: Any, num_rows: Int, inputs: Int, outputs: Int, out: Int, stride: Int,
+             add: Int) -> Int:  # fmt: skip
     """All quantised rows times one matrix. matrix: weights, scales, bias, bits."""
     num_groups, num_tiles, bits = _groups(inputs), (outputs + 15) // 16, matrix[3]
     tile_bytes = num_groups * GROUP * 2 * bits
@@ -181,17 +177,17 @@ def _product(phase: int, b: Any, matrix: Any, num_rows: int, inputs: int, output
     return finish(phase, num_jobs, num_done)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _add_normalised(b: Any, row: int, weight: int, hidden: int, stride: int, epsilon: float) -> None:
+@njit(nogil=True, cache=True)
+def _add_normalised(b: Any, row: Int, weight: Int, hidden: Int, stride: Int, epsilon: Any) -> None:
     """x += norm(what the last product gave): the post-norms of Gemma 3."""
     scratch = b[NORMED] + row * stride * 4
     normalise(b[WIDE] + row * stride * 4, weight, hidden // 16, epsilon, scratch)
     scaled(scratch, 1.0, b[X] + row * stride * 4, hidden // 16, 1)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _norm_phase(phase: int, b: Any, sizes: Any, num_rows: int, weight: int, post: int, tap: int,
-                epsilon: float) -> int:  # fmt: skip
+@njit(nogil=True, cache=True)
+def _norm_phase(phase: Int, b: Any, sizes: Any, num_rows: Int, weight: Int, post: Int, tap: Int,
+                epsilon: Any) -> Int:  # fmt: skip
     """x to quantised norm(x), row by row. post: weight of the norm of what is still to be added to x, 0 if nothing
     is. tap: where x is copied to, 0 if nowhere."""
     hidden, num_done = sizes[HIDDEN], 0
@@ -213,8 +209,8 @@ def _norm_phase(phase: int, b: Any, sizes: Any, num_rows: int, weight: int, post
     return finish(phase, num_rows, num_done)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _rotate_phase(phase: int, b: Any, sizes: Any, layer: Any, positions: Any, slots: Any, epsilon: float) -> int:
+@njit(nogil=True, cache=True)
+def _rotate_phase(phase: Int, b: Any, sizes: Any, layer: Any, positions: Any, slots: Any, epsilon: Any) -> Int:
     """Queries rotated into their buffer; keys rotated, and values as they are, into the cache's slots."""
     dim, num_heads, num_key_heads = sizes[DIM], sizes[NUM_HEADS], sizes[NUM_KEY_HEADS]
     width = (num_heads + 2 * num_key_heads) * dim
@@ -243,8 +239,8 @@ def _rotate_phase(phase: int, b: Any, sizes: Any, layer: Any, positions: Any, sl
     return finish(phase, num_rows, num_done)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _clear(state: int, num: int, dim: int) -> None:
+@njit(nogil=True, cache=True)
+def _clear(state: Int, num: Int, dim: Int) -> None:
     """``num`` empty softmaxes: nothing seen, nothing summed."""
     for i in range(num):
         place = state + i * (dim + 2) * 4
@@ -254,9 +250,9 @@ def _clear(state: int, num: int, dim: int) -> None:
         set_float(place + 4 * dim + 4, 0.0)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _attend_rows(b: Any, sizes: Any, layer: Any, rows: Any, group: Any, key_head: int, first: int, stop: int,
-                 scale: float, scratch: int) -> None:  # fmt: skip
+@njit(nogil=True, cache=True)
+def _attend_rows(b: Any, sizes: Any, layer: Any, rows: Any, group: Any, key_head: Int, first: Int, stop: Int,
+                 scale: Any, scratch: Int) -> None:  # fmt: skip
     """Blocks first..stop-1 of one key head for the rows of one group, merged into the states in ``scratch``.
 
     rows: (prefixes, ancestor bits, slot table) of the pass. group: first row, end, start in the slot table.
@@ -283,16 +279,14 @@ def _attend_rows(b: Any, sizes: Any, layer: Any, rows: Any, group: Any, key_head
             for i in range(0, repeats, 4):
                 num = min(4, repeats - i)
                 query = b[QUERIES] + (row * sizes[NUM_HEADS] + key_head * repeats + i) * dim * 4
-                attend_block(
-                    query, num, lifted, values, offsets, end - begin, unseen, dim, scale, scores, parts
-                )
+                attend_block(query, num, lifted, values, offsets, end - begin, unseen, dim, scale, scores, parts)
                 state = states + ((row - group[0]) * repeats + i) * (dim + 2) * 4
                 for j in range(num):
                     merge_block(state + j * (dim + 2) * 4, parts + j * (dim + 2) * 4, dim)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _scratch_parts(scratch: int, dim: int) -> Any:
+@njit(nogil=True, cache=True)
+def _scratch_parts(scratch: Int, dim: Int) -> Any:
     """Where in a thread's scratch memory the offsets, scores, partial softmaxes, transposed keys and states lie."""
     offsets = scratch
     scores = offsets + BLOCK * 8
@@ -307,8 +301,8 @@ def scratch_bytes(dim: int, repeats: int) -> int:
     return -(-4 * floats // 4096) * 4096
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _count(bits: int) -> int:
+@njit(nogil=True, cache=True)
+def _count(bits: Int) -> Int:
     num = 0
     while bits:
         bits &= bits - 1
@@ -316,9 +310,9 @@ def _count(bits: int) -> int:
     return num
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _attend_phase(phase: int, b: Any, sizes: Any, layer: Any, rows: Any, groups: Any, num_splits: int, scale: float,
-                  scratch: int) -> int:  # fmt: skip
+@njit(nogil=True, cache=True)
+def _attend_phase(phase: Int, b: Any, sizes: Any, layer: Any, rows: Any, groups: Any, num_splits: Int, scale: Any,
+                  scratch: Int) -> Int:  # fmt: skip
     """Every group and key head; where there are few of them, every block of keys too."""
     dim, num_heads, num_key_heads = sizes[DIM], sizes[NUM_HEADS], sizes[NUM_KEY_HEADS]
     repeats, num_done = num_heads // num_key_heads, 0
@@ -328,7 +322,7 @@ def _attend_phase(phase: int, b: Any, sizes: Any, layer: Any, rows: Any, groups:
         if job >= num_jobs:
             break
         group, rest = groups[job // (num_key_heads * num_splits)], job % (num_key_heads * num_splits)
-        key_head, split = rest // num_splits, rest % num_splits
+        split, key_head = rest // num_key_heads, rest % num_key_heads  # neighbours in memory one after the other
         num_rows = group[1] - group[0]
         mine = _scratch_parts(scratch, dim)[4]
         _clear(mine, num_rows * repeats, dim)
@@ -347,16 +341,16 @@ def _attend_phase(phase: int, b: Any, sizes: Any, layer: Any, rows: Any, groups:
     return finish(phase, num_jobs, num_done)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _leave(b: Any, row: int, head: int, num_heads: int, dim: int, state: int) -> None:
+@njit(nogil=True, cache=True)
+def _leave(b: Any, row: Int, head: Int, num_heads: Int, dim: Int, state: Int) -> None:
     """A finished softmax to where the output product reads it."""
     stride = stride_of(num_heads * dim)
     factor = np.float32(1.0) / get_float(state + 4 * dim + 4)
     scaled(state, factor, b[ATTENDED] + (row * stride + head * dim) * 4, dim // 16, 0)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _gather_phase(phase: int, b: Any, sizes: Any, num_rows: int, num_splits: int, scratch: int) -> int:
+@njit(nogil=True, cache=True)
+def _gather_phase(phase: Int, b: Any, sizes: Any, num_rows: Int, num_splits: Int, scratch: Int) -> Int:
     """Merge what the blocks' jobs left, in the order of the keys, and quantise the row."""
     dim, num_heads, num_done = sizes[DIM], sizes[NUM_HEADS], 0
     num_groups = _groups(num_heads * dim)
@@ -378,8 +372,8 @@ def _gather_phase(phase: int, b: Any, sizes: Any, num_rows: int, num_splits: int
     return finish(phase, num_rows, num_done)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _activate_phase(phase: int, b: Any, sizes: Any, num_rows: int) -> int:
+@njit(nogil=True, cache=True)
+def _activate_phase(phase: Int, b: Any, sizes: Any, num_rows: Int) -> Int:
     """activation(gate) * up, quantised."""
     width, num_done = sizes[INTERMEDIATE], 0
     num_groups = _groups(width)
@@ -402,8 +396,8 @@ def _activate_phase(phase: int, b: Any, sizes: Any, num_rows: int) -> int:
     return finish(phase, num_rows * num_parts, num_done)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _embed_phase(phase: int, b: Any, sizes: Any, tokens: Any, embedding: Any, factor: float) -> int:
+@njit(nogil=True, cache=True)
+def _embed_phase(phase: Int, b: Any, sizes: Any, tokens: Any, embedding: Any, factor: Any) -> Int:
     hidden, num_done = sizes[HIDDEN], 0
     num_groups = _groups(hidden)
     while True:
@@ -418,8 +412,8 @@ def _embed_phase(phase: int, b: Any, sizes: Any, tokens: Any, embedding: Any, fa
     return finish(phase, len(tokens), num_done)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _head_phases(phase: int, b: Any, sizes: Any, wanted: Any, norm: int, head: Any, epsilon: float) -> int:
+@njit(nogil=True, cache=True)
+def _head_phases(phase: Int, b: Any, sizes: Any, wanted: Any, norm: Int, head: Any, epsilon: Any) -> Int:
     """The last norm, of wanted rows only, and the head."""
     hidden, num_done = sizes[HIDDEN], 0
     num_groups = _groups(hidden)
@@ -437,9 +431,9 @@ def _head_phases(phase: int, b: Any, sizes: Any, wanted: Any, norm: int, head: A
     return _product(phase, b, head, len(wanted), hidden, vocab, b[LOGITS], stride_of(vocab), np.int64(0))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def run_pass(phases: Any, b: Any, sizes: Any, layers: Any, ends: Any, factors: Any, batch: Any, rows: Any,
-             num_splits: int) -> None:  # fmt: skip
+             num_splits: Int) -> None:  # fmt: skip
     """One pass, or this thread's share of it.
 
     phases: fresh counters. ends: [embedding, head, (final norm, 0, 0, 0)], as matrices. factors: epsilon, attention
@@ -466,7 +460,7 @@ def run_pass(phases: Any, b: Any, sizes: Any, layers: Any, ends: Any, factors: A
         phase = _gather_phase(phase, b, sizes, num_rows, num_splits, scratch)
         post = layer[POST_1]
         out = b[WIDE] if post else b[X]
-        phase = _product(phase, b, layer[O:], num_rows, num_heads * dim, hidden, out, stride, none if post else one)
+        phase = _product(phase, b, layer[OUT:], num_rows, num_heads * dim, hidden, out, stride, none if post else one)
         phase = _norm_phase(phase, b, sizes, num_rows, layer[NORM_2], post, none, epsilon)
         phase = _product(phase, b, layer[GATE_UP:], num_rows, hidden, 2 * inner, b[WIDE], stride_of(2 * inner), none)
         phase = _activate_phase(phase, b, sizes, num_rows)
@@ -477,4 +471,3 @@ def run_pass(phases: Any, b: Any, sizes: Any, layers: Any, ends: Any, factors: A
         phase = _norm_phase(phase, b, sizes, num_rows, none, post, tap, epsilon)
     if len(wanted):
         _head_phases(phase, b, sizes, wanted, ends[2, 0], ends[1][0:], epsilon)
-

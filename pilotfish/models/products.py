@@ -5,7 +5,8 @@ signed, which is what the CPU's byte product wants, and then the zero point's pa
 group, the sum of the row's own bytes. So weights need no correction terms, and a row's result is a function of that
 row alone, bit for bit: integer sums are exact, and the few float steps are the same for 1 row and for 8.
 
-    a row        [K] int8 in groups of 64, one scale (float32) and one sum (int32) per group
+    rows         blocks of 8: [K / 4][8 rows][4 inputs] int8, so that one pointer reaches all; and per block
+                 [K / 64][8 rows] scales (float32) and sums (int32), one for each row's group of 64 inputs
     int8 tile    [K / 4][16 outputs][4 inputs] bytes, weight + 128; one scale per output
     int4 tile    [K / 8][16 outputs][4 inputs] bytes, the first 4 inputs in the low halves, the next 4 in the high
                  ones, weight + 8; one scale per output and group
@@ -16,9 +17,10 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
-from ..attention.vectors import DOT_KIND, F32, I32, LANES, V8, VF, VI, DotKind, Emit, instruction
+from ..attention.vectors import DOT_KIND, F32, I32, LANES, V8, VF, VI, DotKind, Emit, Int, instruction
 
 GROUP = 64  # inputs that share one activation scale
+ROWS = 8  # of a block
 ZERO_POINT = {8: 128, 4: 8}
 TILE_BYTES = {8: LANES * GROUP, 4: LANES * GROUP // 2}  # of one group
 
@@ -32,35 +34,32 @@ def tile_product(bits: int, rows: int, kind: DotKind = DOT_KIND) -> Any:
         scales: Any,
         bias: Any,
         row: Any,
-        row_stride: Any,
         row_scales: Any,
         row_sums: Any,
-        group_stride: Any,
         out: Any,
         out_stride: Any,
         num_groups: Any,
         add: Any,
     ) -> None:
         e, b = context, context.builder
-        strides = [e.times(row_stride, m) for m in range(rows)]
-        by_group = [e.times(group_stride, m) for m in range(rows)]
         totals = [e.variable(e.constant(0.0)) for _ in range(rows)]
         with e.loop(num_groups) as group:
-            word = e.times(group, 4)
-            sums = [e.load(e.at(e.at(row_sums, by_group[m]), word), I32) for m in range(rows)]
+            line = e.times(group, 4 * ROWS)
+            first_sum, first_scale = e.at(row_sums, line), e.at(row_scales, line)
+            sums = [e.load(first_sum, I32, 4 * m) for m in range(rows)]
             sums = [e.splat(b.mul(value, I32(-ZERO_POINT[bits]))) for value in sums]
-            bytes_of = [e.at(e.at(row, strides[m]), e.times(group, GROUP)) for m in range(rows)]
+            data = e.at(row, e.times(group, GROUP * ROWS))
             tile = e.at(weights, e.times(group, TILE_BYTES[bits]))
             for step in range(GROUP // 4):
                 values = _weights(e, tile, step, bits)
                 for m in range(rows):
-                    four = e.splat(e.load(bytes_of[m], I32, 4 * step))
+                    four = e.splat(e.load(data, I32, 4 * ROWS * step + 4 * m))
                     sums[m] = e.dot_bytes(sums[m], values, four, kind)
             for m in range(rows):
                 value = b.sitofp(sums[m], VF)
                 if bits == 4:
                     value = b.fmul(value, e.load(scales, VF, e.times(group, 4 * LANES)))
-                scale = e.splat(e.load(e.at(e.at(row_scales, by_group[m]), word), F32))
+                scale = e.splat(e.load(first_scale, F32, 4 * m))
                 b.store(e.fma(value, scale, b.load(totals[m])), totals[m])
         shift, factor = e.load(bias, VF), e.load(scales, VF)
         for m in range(rows):
@@ -86,7 +85,10 @@ def _weights(e: Emit, tile: Any, step: int, bits: int) -> Any:
 
 
 def _quantise_group(context: Emit, values: Any, out: Any, scale: Any, total: Any) -> None:
-    """64 floats to bytes in +-127, their scale and their sum. A NaN or an infinity makes the scale one too."""
+    """64 floats to bytes in +-127, their scale and their sum. A NaN or an infinity makes the scale one too.
+
+    The bytes go to ``out`` in words of 4, a block's line apart.
+    """
     e, b = context, context.builder
     parts = [e.load(values, VF, 64 * i) for i in range(GROUP // LANES)]
     sizes = [e.magnitude(part) for part in parts]
@@ -99,7 +101,9 @@ def _quantise_group(context: Emit, values: Any, out: Any, scale: Any, total: Any
     for i, part in enumerate(parts):
         number = b.select(e.splat(usable), b.fmul(part, inverse), e.constant(0.0))
         whole = b.fptosi(e.whole(number), VI)
-        e.store(b.trunc(whole, V8), out, LANES * i)
+        words = b.bitcast(b.trunc(whole, V8), ir.VectorType(I32, 4))
+        for j in range(4):
+            e.store(b.extract_element(words, I32(j)), out, 4 * ROWS * (4 * i + j))
         sums = b.add(sums, whole)
     e.store(e.total(sums), total)
 
@@ -117,50 +121,63 @@ _int8_1, _int8_2, _int8_4, _int8_8 = _int8.values()
 _int4_1, _int4_2, _int4_4, _int4_8 = _int4.values()
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def multiply_tile(
-    bits: int,
-    weights: int,
-    scales: int,
-    bias: int,
-    num_rows: int,
-    row: int,
-    row_scales: int,
-    row_sums: int,
-    num_groups: int,
-    out: int,
-    out_stride: int,
-    add: int,
+    bits: Int,
+    weights: Int,
+    scales: Int,
+    bias: Int,
+    num_rows: Int,
+    row: Int,
+    row_scales: Int,
+    row_sums: Int,
+    num_groups: Int,
+    out: Int,
+    out_stride: Int,
+    add: Int,
 ) -> None:
-    """One tile's 16 outputs for all rows; addresses everywhere; rows are num_groups * 64 bytes apart."""
-    stride, group_stride = num_groups * GROUP, num_groups * 4
+    """One tile's 16 outputs for all rows; addresses everywhere. row, row_scales, row_sums: blocks of rows."""
     done = 0
     while done < num_rows:
-        left = num_rows - done
-        r, s, t = row + done * stride, row_scales + done * group_stride, row_sums + done * group_stride
+        left, block, place = num_rows - done, done // ROWS, done % ROWS * 4
+        r = row + block * num_groups * GROUP * ROWS + place
+        s = row_scales + block * num_groups * 4 * ROWS + place
+        t = row_sums + block * num_groups * 4 * ROWS + place
         o = out + done * out_stride
         if bits == 8:
             if left >= 8 and _MOST_ROWS == 8:
-                _int8_8(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+                _int8_8(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
                 done += 8
             elif left >= 4:
-                _int8_4(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+                _int8_4(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
                 done += 4
             elif left >= 2:
-                _int8_2(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+                _int8_2(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
                 done += 2
             else:
-                _int8_1(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+                _int8_1(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
                 done += 1
         elif left >= 8 and _MOST_ROWS == 8:
-            _int4_8(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+            _int4_8(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
             done += 8
         elif left >= 4:
-            _int4_4(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+            _int4_4(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
             done += 4
         elif left >= 2:
-            _int4_2(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+            _int4_2(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
             done += 2
         else:
-            _int4_1(weights, scales, bias, r, stride, s, t, group_stride, o, out_stride, num_groups, add)
+            _int4_1(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
             done += 1
+
+
+@njit(nogil=True, cache=True)
+def quantise_row(values: Int, row: Int, first: Int, stop: Int, num_groups: Int, data: Int, scales: Int,
+                 sums: Int) -> None:  # fmt: skip
+    """Groups first..stop-1 of the floats at ``values`` into row number ``row`` of the blocks at data, scales, sums."""
+    block, place = row // ROWS * num_groups, row % ROWS * 4
+    for group in range(first, stop):
+        line = (block + group) * 4 * ROWS + place
+        quantise_group(
+            values + group * GROUP * 4, data + (block + group) * GROUP * ROWS + place, scales + line, sums + line
+        )

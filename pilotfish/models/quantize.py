@@ -13,6 +13,7 @@ No data is needed: activations are quantised per row as they come, and weights b
 import hashlib
 import json
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 
 from ..errors import ModelError
 from ..version import VERSION
-from .architecture import Architecture, describe, fused, weights
+from .architecture import Architecture, describe, fused, unsupported, weights
 from .disk_cache import cache_folder, prepared
 from .huggingface import eos_ids
 from .linear import Array, pack
@@ -30,6 +31,10 @@ FORMAT = 1  # raised when the bytes mean something else
 _MATRICES = ("embedding", "head", "qkv", "o", "gate_up", "down")
 _KEPT_AT_8_BITS = ("embedding", "head")  # in an int4 model too: every token's law hangs on them
 _ALIGNMENT = 64
+
+
+class QuantisationError(ModelError):
+    """This model's layers are not of a kind or shape that can be quantised; in float it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +137,17 @@ def read(folder: pathlib.Path) -> Quantised:
 
 
 def _origin(model: Any, bits: int) -> Origin:
-    facts = describe(model)
-    reason = obstacle(facts)
-    if reason is not None:
-        raise ModelError(f"{type(model).__name__} cannot be quantised: {reason}")
+    reason = unsupported(model.config.get_text_config())
+    facts = None if reason is not None else describe(model)
+    if facts is not None:
+        reason = obstacle(facts)
+    if facts is None or reason is not None:
+        raise QuantisationError(f"{type(model).__name__} cannot be quantised: {reason}")
     return Origin(facts, type(model).__name__, tuple(sorted(eos_ids(model))), bits)
 
 
 def _arrays(model: Any, origin: Origin) -> Iterator[tuple[str, Array]]:
-    facts, bias = origin.architecture, None
+    facts = origin.architecture
     biases = {name: parts for name, parts in weights(model, facts) if name.endswith(".bias")}
     for name, parts in weights(model, facts):
         kind = name.rsplit(".", 1)[-1]
@@ -157,8 +164,6 @@ def _arrays(model: Any, origin: Origin) -> Iterator[tuple[str, Array]]:
 
 def _drop_others(prefix: str, keep: pathlib.Path) -> None:
     """Earlier versions of the same model, or of weights that have changed since, are of no use to anybody."""
-    import shutil
-
     for path in keep.parent.glob(f"{prefix}*"):
         if path.is_dir() and path != keep and not path.name.endswith(".partial"):
             shutil.rmtree(path, ignore_errors=True)

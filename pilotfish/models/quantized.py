@@ -32,7 +32,7 @@ from .team import counters, team
 _ROWS_AT_ONCE = 256  # longer batches go through in parts: same bits, bounded memory
 _FEW_ROWS = 16  # up to here, blocks of keys are shared out among the threads
 _POSITIONS_AT_ONCE = 1024
-_MATRICES = {"qkv": loops.QKV, "o": loops.O, "gate_up": loops.GATE_UP, "down": loops.DOWN}
+_MATRICES = {"qkv": loops.QKV, "o": loops.OUT, "gate_up": loops.GATE_UP, "down": loops.DOWN}
 _VECTORS = {"norm_1": loops.NORM_1, "norm_2": loops.NORM_2, "post_1": loops.POST_1, "post_2": loops.POST_2,
             "q_norm": loops.Q_NORM, "k_norm": loops.K_NORM}  # fmt: skip
 
@@ -196,7 +196,8 @@ class QuantizedDecoder:
                 loops.SCRATCH: num_threads * int(self._sizes[loops.SCRATCH_BYTES]),
             }
             self._buffers[size] = _buffers(num_bytes)
-        return self._buffers[size][0]
+        addresses, _ = self._buffers[size]
+        return addresses
 
 
 def stride_of(width: int) -> int:
@@ -256,5 +257,5 @@ class _Rows:
 def _array(index: slice | Tensor) -> Array:
     if isinstance(index, slice):
         return np.arange(index.start, index.stop)
-    array: Any = index.numpy()
+    array: Array = index.numpy()
     return array

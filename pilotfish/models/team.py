@@ -8,6 +8,7 @@ pushed off its core delays nothing but the job it holds, and one thread alone gi
     thread 2         (waking up) 2 5 .. |                      |          jobs 1 3 ..
 """
 
+import atexit
 import os
 import queue
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from ..attention.vectors import add_atomically, pause, read_atomically
+from ..attention.vectors import Int, add_atomically, pause, read_atomically
 
 _STRIDE = 128  # bytes between a phase's counters and the next one's: no two share a cache line
 _PATIENCE = 2000  # looks at a counter before the core is offered to others
@@ -25,12 +26,12 @@ _PATIENCE = 2000  # looks at a counter before the core is offered to others
 if os.name == "posix":
     _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
-    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    @njit(nogil=True, cache=True)
     def _give_way() -> None:
         _sched_yield()
 else:
 
-    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    @njit(nogil=True, cache=True)
     def _give_way() -> None:
         pause()
 
@@ -40,14 +41,14 @@ def counters(num_phases: int) -> "np.ndarray[Any, Any]":
     return np.zeros(num_phases * _STRIDE // 8, dtype=np.int64)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def take(phase: int) -> int:
+@njit(nogil=True, cache=True)
+def take(phase: Int) -> Int:
     """The number of the next job of the phase whose counters lie at this address."""
     return add_atomically(phase, 1)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def finish(phase: int, num_jobs: int, num_done: int) -> int:
+@njit(nogil=True, cache=True)
+def finish(phase: Int, num_jobs: Int, num_done: Int) -> Int:
     """Report ``num_done`` jobs, wait until all ``num_jobs`` are done, and return the next phase's address."""
     if num_done:
         add_atomically(phase + 64, num_done)
@@ -65,11 +66,17 @@ class Team:
 
     def __init__(self, num_threads: int):
         self.num_threads = num_threads
+        self._helpers: list[threading.Thread] = []
         self._inboxes: list[queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None]] = []
         for number in range(1, num_threads):
             inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
             self._inboxes.append(inbox)
-            threading.Thread(target=_serve, args=(inbox,), name=f"pilotfish-{number}", daemon=True).start()
+            self._helpers.append(
+                threading.Thread(target=_serve, args=(inbox,), name=f"pilotfish-{number}", daemon=True)
+            )
+            self._helpers[-1].start()
+        # A daemon that is killed inside compiled code takes the process down with it.
+        atexit.register(self.close)
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
         """Call ``function(*args)`` on this thread and on the helpers; returns when this thread's call does."""
@@ -82,7 +89,10 @@ class Team:
         """Let the helpers go."""
         for inbox in self._inboxes:
             inbox.put(None)
-        self._inboxes = []
+        for helper in self._helpers:
+            helper.join()
+        self._inboxes, self._helpers = [], []
+        atexit.unregister(self.close)
 
 
 def _serve(inbox: "queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None]") -> None:

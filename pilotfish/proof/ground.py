@@ -115,9 +115,9 @@ class Ground:
     pass_seconds: float = 0.05
 
     @property
-    def most_drafted(self) -> int:
-        """Rows of a verification pass beside the pending token's, about."""
-        return TYPICAL_DRAFT if self.num_drafted == "auto" else self.num_drafted
+    def num_beside(self) -> int:
+        """Rows of a verification pass beside any one of them, about."""
+        return len(self.prompts) * (1 + (TYPICAL_DRAFT if self.num_drafted == "auto" else self.num_drafted)) - 1
 
     def engine(self, build: Build | None = None, *, num_drafted: int | None = None, rule: Rule | None = None) -> Engine:
         """An engine with seats for all prompts: the method under test, or another drafter."""

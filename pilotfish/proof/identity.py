@@ -22,6 +22,7 @@ from .rounding import Divergence, can_round, divergence, plausible, row_in_shape
 
 SELF_PROMPTS, SELF_TOKENS, SELF_DRAFTED = 2, 24, 3
 LEAST_SELF_ACCEPTANCE = 0.999
+_SELF_BESIDE = SELF_PROMPTS * (1 + SELF_DRAFTED) - 1  # rows of its verification passes beside any one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ def _first_divergence(ground: Ground, plain: Request, drafted: Request) -> Diver
         plain.num_prompt,
         one[same:],
         other[same:],
-        ground.most_drafted,
+        ground.num_beside,
         temperature=plain.params.temperature,
         seed=plain.seed,
     )
@@ -187,7 +188,7 @@ def _rejection(ground: Ground, event: Event, draft: Draft, temperature: float) -
         request.num_prompt,
         request.tokens[-1:],
         draft.tokens[event.num_accepted :],
-        SELF_DRAFTED,
+        _SELF_BESIDE,
         temperature=temperature,
         seed=request.seed,
     )
@@ -202,7 +203,7 @@ def _distance_by_rounding(ground: Ground, prompt: Sequence[int]) -> float:
 
 
 def _rows_after(ground: Ground, prompt: Sequence[int]) -> list[Tensor]:
-    return row_in_shapes(ground.model, prompt, len(prompt) // 2, prompt, SELF_DRAFTED)
+    return row_in_shapes(ground.model, prompt, len(prompt) // 2, prompt, _SELF_BESIDE)
 
 
 def _drafting(requests: Sequence[Request]) -> str:

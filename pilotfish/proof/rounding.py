@@ -10,6 +10,7 @@ never allowed for. `plausible` is that bound, and generous: about 1000 ulps of f
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -55,19 +56,20 @@ def divergence(
     num_prompt: int,
     plain: Sequence[int],
     drafted: Sequence[int],
-    num_drafted: int,
+    num_beside: int,
     *,
     temperature: float,
     seed: int,
 ) -> Divergence:
     """Judge two continuations of ``prefix`` (its first ``num_prompt`` tokens are the prompt) that differ at once.
 
+    num_beside: rows that were in a verification pass beside the one in question, those of other texts included.
     An empty continuation (one text simply ended) has no score: its margin is infinite.
     """
     if not plain or not drafted:
         one, other = (plain or [-1])[0], (drafted or [-1])[0]
         return Divergence(len(prefix), one, other, float("inf"), 0.0)
-    logits = row_in_shapes(model, prefix, num_prompt, drafted, num_drafted)
+    logits = row_in_shapes(model, prefix, num_prompt, drafted, num_beside)
     rows = [scores(logits_V, temperature, seed, len(prefix)) for logits_V in logits]
     margin = float((rows[0][plain[0]] - rows[0][drafted[0]]).abs())
     rounding = min(spread(rows), plausible(model, logits[0])) if can_round(model) else 0.0
@@ -102,16 +104,19 @@ def scores(logits_V: Tensor, temperature: float, seed: int, position: int) -> Te
 
 
 def row_in_shapes(
-    model: CausalLM, prefix: Sequence[int], num_prompt: int, following: Sequence[int], num_drafted: int
+    model: CausalLM, prefix: Sequence[int], num_prompt: int, following: Sequence[int], num_beside: int
 ) -> list[Tensor]:
-    """The logits after ``prefix`` from three histories: a one-row pass first, then a pass that also checks drafted
-    tokens, then the same with the text before it read as verification reads it, in chunks."""
+    """The logits after ``prefix`` from three histories: a one-row pass first, then a pass with ``num_beside`` rows
+    more, then the same with the text before it read as verification reads it, in chunks.
+
+    The rows beside hold ``following``, over and over: they come later in the text, so the row cannot see them.
+    """
     room = model.info.context - len(prefix)
-    draft = list(following[: min(room, max(1, num_drafted))])
+    draft = list(islice(cycle(following), max(0, min(room, num_beside))))
     cache = model.new_cache(-(-(len(prefix) + len(draft)) // 16) + 1)
     last = len(prefix) - 1
     rows = []
-    chunks = _in_chunks(num_prompt, last, 1 + max(1, num_drafted))
+    chunks = _in_chunks(num_prompt, last, 1 + num_beside)
     for history, tail in (([last], []), ([last], draft), (chunks, draft)):
         cache.open("row", prefix)
         past = 0

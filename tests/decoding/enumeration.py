@@ -145,6 +145,7 @@ def deep(*widths: int) -> Widths:
 def drawn(noise: BranchingNoise | SeededNoise, q: Law, widths: Widths, *, depth_first: bool = False) -> Draft:
     """A tree drawn from q; siblings without replacement, each with the law it was really drawn from."""
     tokens, parents, laws = list[int](), list[int](), list[Tensor]()
+    num_drawn: dict[int, int] = defaultdict(int)  # per depth
     waiting: list[tuple[int, Tokens]] = [(-1, ())]
     while waiting:
         parent, path = waiting.pop(-1 if depth_first else 0)
@@ -153,8 +154,9 @@ def drawn(noise: BranchingNoise | SeededNoise, q: Law, widths: Widths, *, depth_
             if not left_V.any():
                 break
             laws.append(left_V / left_V.sum())
-            # Nodes of one depth must not share a number, whoever their parents are: the node is the index.
-            token = noise.draw(len(path), laws[-1], len(tokens))
+            # Nodes of one depth must not share a number, whoever their parents are; in a chain the index is always 0.
+            token = noise.draw(len(path), laws[-1], num_drawn[len(path)])
+            num_drawn[len(path)] += 1
             left_V[token] = 0
             waiting.append((len(tokens), (*path, token)))
             tokens.append(token)

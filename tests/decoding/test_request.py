@@ -141,6 +141,9 @@ def test_before_min_tokens_nothing_stops():
     accept(request, (A, B))
     assert (request.finish, request.text) == (FinishReason.STOP, "<eos>ba")
     request = a_request(min_tokens=2)
+    accept(request, (A, EOS))
+    assert request.finish is None, "the law forbids an end while fewer than 2 tokens stand before it"
+    request = a_request(min_tokens=2)
     accept(request, (A, B, EOS, C))
     assert request.output == [A, B, EOS]
 

@@ -76,12 +76,12 @@ def test_likeliest_tokens_presented_as_drawn_bias(widths):
 
 class ResidualSharesDraftsNumber(BranchingNoise):
     def choose(self, depth, weights_V):
-        return self.branch.quantile((Lane.DRAFT, depth, depth), weights_V)  # in a chain, a node's index is its depth
+        return self.branch.quantile((Lane.DRAFT, depth, 0), weights_V)
 
 
 class AcceptSharesDraftsNumber(BranchingNoise):
     def accept(self, depth, sibling, probability):
-        return self.branch.below((Lane.DRAFT, depth, depth), probability)
+        return self.branch.below((Lane.DRAFT, depth, 0), probability)
 
 
 class AcceptSharesResidualsNumber(BranchingNoise):
@@ -97,6 +97,18 @@ def test_lanes_that_share_a_number_bias(rule, noise):
         result = one_pass(P4, lambda chance: drawn(chance, Q4, widths), rule, length, noise)  # noqa: B023
         first = result.law.reshape(4, -1).sum(1)
         assert np.abs(first - P4(()).numpy()).max() > CLEARLY
+
+
+class RealResidualInDraftsLane(SeededNoise):
+    def choose(self, depth, weights_V):
+        return self.draw(depth, weights_V)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_lanes_of_the_real_noise_that_share_a_number_bias(rule):
+    for widths in (deep(1), deep(1, 1)):
+        assert many_passes(P4, Q4, rule, widths, 3 if widths((0,)) else 2).deviation < EXACT
+        assert many_passes(P4, Q4, rule, widths, 3 if widths((0,)) else 2, RealResidualInDraftsLane).deviation > CLEARLY
 
 
 class KeyedByPlace(SeededNoise):

@@ -173,6 +173,13 @@ def test_pass_after_pass_is_exact_under_the_keys_of_the_real_noise(rule, num_dra
     assert many_passes(constant(0.7, 0.3), constant(0.4, 0.6), rule, widths, length).deviation < EXACT
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_pass_after_pass_is_exact_where_the_residual_is_a_choice(rule):
+    """With two tokens it never is, and a residual drawn by a number that was used before would go unnoticed."""
+    p, q = constant(0.45, 0.35, 0.2), constant(0.1, 0.2, 0.7)
+    assert many_passes(p, q, rule, deep(1, 1), 3).deviation < EXACT
+
+
 def test_pass_after_pass_is_exact_for_trees():
     assert many_passes(*pair(12, 3, 3), "rejection", deep(2, 1), 3).deviation < EXACT
 

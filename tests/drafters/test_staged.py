@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from pilotfish.decoding.draft import EMPTY, Draft, chain
+from pilotfish.decoding.noise import SeededNoise, race
+from pilotfish.decoding.request import Request
 from pilotfish.decoding.sampling import SamplingParams
 from pilotfish.drafters.base import Drafter, Setting
 from pilotfish.drafters.draft_model import DraftModelDrafter
@@ -35,6 +37,9 @@ class Both(Drafter):
     def propose(self, requests: Sequence[Any], limits: Sequence[int]) -> list[Draft]:
         self.num_calls += 1
         wanted = self.plain.propose(requests, limits)
+        if isinstance(self.plain.model, TableModel):
+            for request, one in zip(requests, wanted, strict=True):
+                assert one.tokens == without_a_cache(self.plain.model, request, len(one))
         for one, other in zip(wanted, self.staged.propose(requests, limits), strict=True):
             assert one.tokens == other.tokens and one.parents == other.parents
             assert (one.probs is None) == (other.probs is None)
@@ -45,6 +50,20 @@ class Both(Drafter):
     def release(self, request: Any) -> None:
         self.plain.release(request)
         self.staged.release(request)
+
+
+def without_a_cache(draft: TableModel, request: Any, num_tokens: int) -> tuple[int, ...]:
+    """What a draft model says, from its laws alone."""
+    tokens: list[int] = []
+    for depth in range(num_tokens):
+        logits_V = draft.logits_of(request.tokens + tokens)
+        if request.params.greedy:
+            tokens.append(int(logits_V.argmax()))
+        elif request.rule == "coupled":
+            tokens.append(race(request.seed, len(request.tokens) + depth, logits_V.softmax(0)))
+        else:
+            tokens.append(SeededNoise(request.seed, len(request.tokens)).draw(depth, logits_V.softmax(0)))
+    return tuple(tokens)
 
 
 def both(target: CausalLM, draft: CausalLM, inner: Any, params: SamplingParams, k: int, **options: Any) -> Both:
@@ -116,19 +135,22 @@ def test_on_text_that_repeats_it_saves_passes(inner):
     assert found.staged.num_passes < 0.5 * found.plain.num_passes
 
 
+@pytest.mark.parametrize(("bound", "num_passes"), [(63, 1), (2, 2), (1, 3)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_inner_drafter_like_the_draft_model_leaves_one_pass_a_draft(kind):
-    """Its guesses are the very choices, drawn ones too, since both meet the same coins."""
-    target, draft = TableModel(8, num_phases=3, sharpness=1.2), TableModel(8, num_phases=2, seed=5, sharpness=1)
-    found = both(
-        target,
-        draft,
-        lambda setting: DraftModelDrafter(draft, setting),
-        SamplingParams(max_tokens=20, **KINDS[kind]),
-        6,
+def test_an_inner_drafter_like_the_draft_model_is_always_right(kind, bound, num_passes):
+    """Its guesses are the very choices, drawn ones too, since both meet the same coins at each place."""
+    draft = TableModel(8, num_phases=2, seed=5, sharpness=1)
+    found = engine(
+        TableModel(8, num_phases=3, sharpness=1.2),
+        lambda setting: StagedDrafter(
+            draft, lambda inside: DraftModelDrafter(draft, inside), setting, inner_limit=bound
+        ),
+        k=6,
     )
-    assert found.staged.num_passes == found.num_calls
-    assert found.plain.num_passes > 3 * found.num_calls
+    (request,) = found.add(PROMPTS[0], SamplingParams(max_tokens=8, **KINDS[kind]))
+    found.step()  # one draft of 6, with bound + 1 tokens a pass
+    assert found.drafter.num_passes == num_passes and len(request.stats.per_step_drafted) == 1
+    drain(found)
 
 
 def test_other_coins_would_cost_passes():
@@ -145,6 +167,28 @@ def test_other_coins_would_cost_passes():
         TableModel(8, num_phases=3), draft, lambda setting: OtherSeed(draft, setting), SamplingParams(max_tokens=20), 6
     )
     assert found.staged.num_passes > 2 * found.num_calls
+
+
+def test_every_token_is_read_once():
+    draft = TableModel(8, order=1, seed=1, sharpness=6)
+    found = engine(LOOPING, lambda setting: DraftModelDrafter(draft, setting), k=5)
+    run(found, PROMPTS[0], SamplingParams(temperature=0, max_tokens=31))
+    assert draft.num_rows <= len(PROMPTS[0]) + 31
+    assert draft.num_passes <= 31
+
+
+def test_pages_found_for_guessed_tokens_are_not_taken_for_settled_ones():
+    draft = TableModel(8, num_phases=2, seed=5)
+    found = engine(TableModel(8), lambda setting: DraftModelDrafter(draft, setting)).drafter
+    text, params = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3], SamplingParams(temperature=0)
+
+    def proposed(name: str, tokens: list[int], num_guessed: int = 0) -> None:
+        request = Request(name, tuple(tokens), params, 0, "rejection", 100, num_guessed=num_guessed)
+        assert found.propose([request], [3])[0].tokens == without_a_cache(draft, request, 3)
+
+    proposed("first", text)  # leaves two pages that can be shared
+    proposed("second", text, num_guessed=5)
+    proposed("second", [*text[:5], 0, 0, 0])
 
 
 def test_a_drafter_that_guesses_nothing_saves_nothing():

@@ -18,7 +18,7 @@ PROMPTS = ([1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [5, 6, 7, 5, 6])
 
 @pytest.fixture(scope="session")
 def table() -> TableModel:
-    return TableModel(12, num_phases=3, sharpness=1.2)
+    return TableModel(12, num_phases=3, sharpness=2.0)
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def prompts(tmp_path) -> str:
 @pytest.fixture
 def options(prompts) -> Callable[..., VerifyOptions]:
     """Options of a quick run."""
-    return lambda **more: VerifyOptions(**{"prompts": prompts, "draws": 600, "max_tokens": 24} | more)
+    return lambda **more: VerifyOptions(**{"prompts": prompts, "draws": 300, "max_tokens": 16} | more)
 
 
 @pytest.fixture

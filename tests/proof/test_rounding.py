@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pilotfish.decoding.request import FinishReason
+from pilotfish.bench.divergence import margin
+from pilotfish.decoding.sampling import SamplingParams
 from pilotfish.models.base import ModelOutput
 from pilotfish.models.huggingface import HuggingFaceLM
 from pilotfish.proof.identity import compare, draft_with_itself, draft_with_itself_unseeded, same_in_any_shape
@@ -19,7 +20,7 @@ TIE = 1e-5  # how far ahead token 0 is of token 1, everywhere
 
 
 class Wobbly(TableModel):
-    """Says 0 or 1, which are nearly tied; in a pass of several rows token 1 gains ``wobble``."""
+    """Says 0 or 1, which are nearly tied; in a pass of more than two rows token 1 gains ``wobble``."""
 
     def __init__(self, wobble: float, dtype: torch.dtype = torch.float32, bitwise: bool = False):
         super().__init__(12, num_phases=3)
@@ -30,7 +31,7 @@ class Wobbly(TableModel):
 
     def forward(self, batch, cache, *, taps: Sequence[int] = (), layers=None) -> ModelOutput:
         output = super().forward(batch, cache, taps=taps, layers=layers)
-        output.logits_NV[:, 1] += self.wobble * (batch.num_rows > 1)
+        output.logits_NV[:, 1] += self.wobble * (batch.num_rows > 2)
         return output
 
 
@@ -41,16 +42,19 @@ def _draft(_setting):
 def test_a_near_tie_is_counted_and_passes(ground):
     outcome = compare(ground(Wobbly(3 * TIE), build=_draft), 0.0)
     assert outcome.check.passed
-    assert outcome.num_near_ties == 2, "both prompts part at once"
-    assert "near-tie at position 10: token 0 or 1, margin 1e-05, rounding 3e-05" in outcome.check.detail
+    assert outcome.num_near_ties == 2
+    assert "near-tie at position 11: token 0 or 1, margin 1e-05, rounding 3e-05" in outcome.check.detail
 
 
-def test_a_near_tie_of_a_seeded_text_is_one_in_the_race(ground):
-    model = Wobbly(2e-4)
-    model.table[..., 2:] = 8.0
-    outcomes = [compare(ground(model, build=_draft, seed=seed, max_tokens=100), 1.0) for seed in range(12)]
-    assert all(outcome.check.passed for outcome in outcomes)
-    assert sum(outcome.num_near_ties for outcome in outcomes) > 0
+def test_a_seeded_margin_is_one_in_the_race():
+    model, prefix = Wobbly(2e-4), [1, 2, 3]
+    params = SamplingParams(seed=4)
+    found = divergence(model, prefix, 2, [0], [1], 5, temperature=1, seed=4)
+    assert found.margin == pytest.approx(abs(margin(model, prefix, 0, 1, params)), abs=2.1e-4)
+    assert 1e-4 < found.rounding < 2e-4, "log p moves by less than the logit"
+    assert not found.near_tie
+    model.table[..., 0] -= margin(model, prefix, 0, 1, params) - 1e-5
+    assert divergence(model, prefix, 2, [0], [1], 5, temperature=1, seed=4).near_tie
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def test_exact_models_have_no_near_ties(ground, model):
     assert not outcome.check.passed
     assert outcome.check.statistic == 2
     assert outcome.num_near_ties == 0
-    assert "fault at position 10" in outcome.check.detail
+    assert "fault at position 11" in outcome.check.detail
     assert not same_in_any_shape(ground(model)).passed
 
 
@@ -116,4 +120,3 @@ def test_a_model_that_breaks_down_is_reported(ground):
     outcome = compare(ground(model), 0.0)
     assert not outcome.check.passed
     assert "NaN" in outcome.check.detail
-    assert FinishReason.ERROR == "error"

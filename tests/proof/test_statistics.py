@@ -59,7 +59,7 @@ def _sample(seed: int, law: dict[str, dict[int, float]], drawn: dict[str, dict[i
     return tally
 
 
-LAWS = {"x": {0: 0.7, 1: 0.2, 2: 0.1}, "y": {i: 0.1 for i in range(10)}, "z": {0: 0.999, 1: 0.001}}
+LAWS = {"x": {0: 0.7, 1: 0.2, 2: 0.1}, "y": dict.fromkeys(range(10), 0.1), "z": {0: 0.999, 1: 0.001}}
 
 
 def test_p_values_of_a_true_law_are_uniform():
