@@ -71,19 +71,18 @@ def read_json(text: str) -> dict[str, Any]:
     return value
 
 
-class _NumberOr(click.ParamType):
-    """A whole number, or one of a few words."""
+def _number_or(words: list[str]) -> Callable[[str], int | str]:
+    """Reads a whole number, or one of a few words."""
 
-    def __init__(self, words: list[str]):
-        self.words, self.name = words, "|".join(["integer", *words])
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, int) or value in self.words:
-            return value
+    def integer(text: str) -> int | str:
+        if text in words:
+            return text
         try:
-            return int(value)
+            return int(text)
         except ValueError:
-            self.fail(f"{value!r} is not a whole number or {' or '.join(self.words)}", param, ctx)
+            raise click.BadParameter(f"{text!r} is not a whole number or {' or '.join(words)}") from None
+
+    return integer
 
 
 def _option(spec: "dataclasses.Field[Any]", hint: Any, shown: object) -> Callable[[Command], Command]:
@@ -103,7 +102,7 @@ def _type_of(hint: Any) -> tuple[Any, bool]:
     if get_origin(hint) in (Union, types.UnionType):
         words = [value for arm in get_args(hint) if get_origin(arm) is Literal for value in get_args(arm)]
         if words:
-            return _NumberOr(words), False
+            return _number_or(words), False
         hint = next(arm for arm in get_args(hint) if arm is not type(None))
     if get_origin(hint) is Literal:
         return click.Choice([str(value) for value in get_args(hint)]), False

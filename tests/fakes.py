@@ -208,7 +208,7 @@ def engine(
     model: CausalLM,
     drafter: Drafter | Callable[[Setting], Drafter] | None = None,
     *,
-    k: int = 5,
+    k: Any = 5,
     rule: Any = "rejection",
     tokenizer: Tokenizer | None = None,
     entropy: Callable[[], int] | None = None,

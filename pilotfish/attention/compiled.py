@@ -16,9 +16,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
-from .vectors import F32, I64, LANES, VF, Emit, Int, get_float, instruction, set_float
+from .vectors import F32, I64, LANES, VF, Emit, Int, compiled, get_float, instruction, set_float
 
 BLOCK = 128  # keys
 UNSEEN = float("-inf")
@@ -152,7 +152,7 @@ _score_1, _score_2, _score_3, _score_4 = (_score(num) for num in (1, 2, 3, 4))
 _weigh_1, _weigh_2, _weigh_3, _weigh_4 = (_weigh(num) for num in (1, 2, 3, 4))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def lift_keys(slots: Any, first: Int, stop: Int, keys: Int, stride: Int, width: Int, offsets: Int, out: Int) -> None:
     """Offsets of the trunk's keys first..stop-1 (of one block), and these keys transposed.
 
@@ -176,7 +176,7 @@ def _set_offset(context: Emit, table: Any, index: Any, value: Any) -> None:
 set_offset = instruction(types.void, _set_offset)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def lift_nodes(slots: Any, prefix: Int, bits: Int, first: Int, stop: Int, keys: Int, stride: Int, dim: Int,
                offsets: Int, out: Int) -> None:  # fmt: skip
     """As `lift_keys` for the part of a row's own keys that are tree nodes: those from ``prefix`` on, the set bits.
@@ -195,7 +195,7 @@ def lift_nodes(slots: Any, prefix: Int, bits: Int, first: Int, stop: Int, keys: 
         node += 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def attend_block(queries: Int, num: Int, lifted: Int, values: Int, offsets: Int, num_keys: Int, num_unseen: Int,
                  dim: Int, scale: Any, scores: Int, out: Int) -> None:  # fmt: skip
     """Partial softmaxes of up to 4 heads of one row over one block: each ``dim + 2`` floats at ``out``: the weighted
@@ -232,7 +232,7 @@ def attend_block(queries: Int, num: Int, lifted: Int, values: Int, offsets: Int,
         _weigh_4(weights, values, table, seen, width, out, stride)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def merge_block(into: Int, part: Int, dim: Int) -> None:
     """Take one more block's partial softmax into the row's running one (whose largest starts at -inf, sums at 0)."""
     a, b = get_float(into + 4 * dim), get_float(part + 4 * dim)

@@ -5,18 +5,17 @@ rows, differently, and then a sum is rounded differently; here each operation on
 arithmetic is the same whoever its neighbours are.
 
 Memory is given by address (int64). Vectors have 16 lanes of 32 bits, whatever the machine's registers hold.
-
-After a change here, delete numba's caches (`__pycache__/*.nbi`, `*.nbc`): they watch only the file of the loop itself.
 """
 
 import inspect
 import platform
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import llvmlite.binding
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -44,6 +43,14 @@ def dot_kinds() -> list[DotKind]:
 
 
 DOT_KIND: DotKind = dot_kinds()[0]
+_COMPILED_FILES = (
+    "attention/vectors.py",
+    "attention/compiled.py",
+    "models/products.py",
+    "models/team.py",
+    "models/loops.py",
+    "models/linear.py",
+)
 _PAUSE = platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -202,6 +209,26 @@ def instruction(result: Any, write: Callable[..., Any]) -> Any:
     # numba wants to see each argument by name; `write` has them, its own first one standing for the context.
     emit.__signature__ = inspect.signature(write)  # type: ignore[attr-defined]
     return intrinsic(emit)
+
+
+def _fingerprint() -> tuple[tuple[str, int, int], ...]:
+    package = Path(__file__).resolve().parent.parent
+    stats = [(name, (package / name).stat()) for name in _COMPILED_FILES if (package / name).is_file()]
+    return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+
+
+_FINGERPRINT = _fingerprint()
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile on first use, without Python's lock, and keep the machine code on disk.
+
+    numba looks for changes only in the function's own file; but what is inlined from here or from another of our files
+    would then be stale without a word. So all of them count.
+    """
+    dispatcher: Any = njit(nogil=True, cache=True)(function)
+    dispatcher._cache._cache_file._source_stamp = _FINGERPRINT
+    return dispatcher
 
 
 def _add_atomically(emit: Emit, address: Any, value: Any) -> Any:

@@ -187,7 +187,8 @@ def warp(
     assert not params.greedy, "greedy decoding needs no law"
     logits_NV = process(logits_NV, params, prompt, outputs, stop_ids)
     if params.temperature != 1:
-        logits_NV = logits_NV / params.temperature
+        # From the largest down: so no temperature, however small, overflows.
+        logits_NV = (logits_NV - logits_NV.amax(1, keepdim=True)) / params.temperature
     if params.min_p > 0:
         floor_N1 = logits_NV.amax(1, keepdim=True) + math.log(params.min_p)
         logits_NV = logits_NV.masked_fill(logits_NV < floor_N1, -math.inf)

@@ -18,9 +18,17 @@ class EngineOptions:
     enable_prefix_caching: bool = field(default=True, metadata={"help": "share pages of equal beginnings"})
 
     def __post_init__(self) -> None:
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise OptionError(f"enable_prefix_caching must be True or False, not {self.enable_prefix_caching!r}")
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if value is not None and not isinstance(value, bool) and not value > 0:
+            if spec.name == "enable_prefix_caching" or (value is None and spec.default is None):
+                continue
+            kind = (int, float) if spec.name == "kv_cache_memory" else int
+            if isinstance(value, bool) or not isinstance(value, kind):
+                wanted = "a number" if spec.name == "kv_cache_memory" else "a whole number"
+                raise OptionError(f"{spec.name} must be {wanted}, not {value!r}")
+            if not value > 0:
                 raise OptionError(f"{spec.name} must be above 0, not {value!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise OptionError(

@@ -1,9 +1,9 @@
 """Linear layers of three kinds: float, int8 and int4. How weights become bytes, and one product for whoever needs one.
 
-It does not know models or files. The one trick: a scale belongs to a *row's* group of 64 inputs, never to a tensor,
-so the same row has the same bytes in any batch, and one loud channel drowns only its 63 neighbours.
+It does not know models or files. The one trick: a scale belongs to a *row's* group of 32 inputs, never to a tensor,
+so the same row has the same bytes in any batch, and one loud channel drowns only its 31 neighbours.
 
-int8: one scale per output. int4: one per output and 64 inputs, chosen among a few for the least squared error.
+int8: one scale per output. int4: one per output and 32 inputs, chosen among a few for the least squared error.
 See `products` for the layout.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from ..attention.vectors import compiled
 from ..errors import ModelError, OptionError
 from .products import GROUP, ROWS, ZERO_POINT, multiply_tile, quantise_row
 from .team import counters, finish, take, team
@@ -79,10 +79,10 @@ def unpack(packed: Packed) -> Tensor:
     data = torch.from_numpy(np.array(packed.weights))
     scales = torch.from_numpy(np.array(packed.scales))
     if packed.bits == 8:
-        numbers = data.view(tiles, groups * 16, 16, 4).permute(0, 2, 1, 3).reshape(tiles * 16, -1)
+        numbers = data.view(tiles, groups * GROUP // 4, 16, 4).permute(0, 2, 1, 3).reshape(tiles * 16, -1)
         values = (numbers.float() - zero) * scales[:, None]
     else:
-        data = data.view(tiles, groups * 8, 16, 4)
+        data = data.view(tiles, groups * GROUP // 8, 16, 4)
         halves = torch.stack([data & 15, data >> 4], 2)  # [tiles, 8 inputs, half, outputs, 4]
         numbers = halves.permute(0, 3, 1, 2, 4).reshape(tiles * 16, groups, GROUP)
         by_output = scales.view(tiles, groups, 16).permute(0, 2, 1).reshape(tiles * 16, groups)
@@ -101,12 +101,14 @@ def _pack_rows(weight: Tensor, bits: int, name: str) -> tuple[Array, Array]:
     if bits == 8:
         scales = full.abs().amax(1) / 127
         numbers = (full / scales.clamp(min=1e-30)[:, None]).round_().add_(128).to(torch.uint8)
-        packed = numbers.view(tiles, 16, groups * 16, 4).permute(0, 2, 1, 3).contiguous()
+        packed = numbers.view(tiles, 16, groups * GROUP // 4, 4).permute(0, 2, 1, 3).contiguous()
         return packed.view(-1).numpy(), scales.numpy()
     grouped = full.view(tiles * 16, groups, GROUP)
     scales = _best_scales(grouped)
     numbers = _to_four_bits(grouped, scales).add_(8).to(torch.uint8)
-    halves = numbers.view(tiles, 16, groups * 8, 2, 4).permute(0, 2, 1, 3, 4)  # [tiles, 8 inputs, outputs, half, 4]
+    halves = numbers.view(tiles, 16, groups * GROUP // 8, 2, 4).permute(
+        0, 2, 1, 3, 4
+    )  # [tiles, 8 inputs, outputs, half, 4]
     packed = (halves[..., 0, :] | (halves[..., 1, :] << 4)).contiguous()
     return packed.view(-1).numpy(), scales.view(tiles, 16, groups).permute(0, 2, 1).contiguous().view(-1).numpy()
 
@@ -150,7 +152,7 @@ class PackedLinear:
         return torch.from_numpy(out[:, : packed.outputs])
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _multiply(phases: Array, x: Array, data: Array, scales: Array, sums: Array, matrix: Array, out: Array) -> None:
     rows, groups, num_done = x.shape[0], x.shape[1] // GROUP, 0
     phase = phases.ctypes.data

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 
 from ..attention.compiled import BLOCK, attend_block, lift_keys, lift_nodes, merge_block
-from ..attention.vectors import F32, I32, LANES, VF, VI, Emit, Int, get_float, instruction, set_float
+from ..attention.vectors import F32, I32, LANES, VF, VI, Emit, Int, compiled, get_float, instruction, set_float
 from .products import GROUP, multiply_tile, quantise_row
 from .team import finish, take
 
@@ -30,7 +30,7 @@ HIDDEN, NUM_HEADS, NUM_KEY_HEADS, DIM, INTERMEDIATE, VOCAB, GELU, SCRATCH_BYTES 
 PHASES_A_LAYER, OTHER_PHASES = 10, 5
 ROWS_A_GROUP = 16  # that one job of attention takes along a block of keys
 _TILES_A_JOB = 4
-_ACTIVATION_GROUPS_A_JOB = 8
+_ACTIVATION_GROUPS_A_JOB = 16
 
 
 def _normalise(context: Emit, row: Any, weight: Any, width: Any, epsilon: Any, out: Any) -> None:
@@ -128,25 +128,25 @@ X, NORMED, BYTES, SCALES, SUMS, WIDE, QUERIES, ATTENDED, ACTIVE, PARTS, LOGITS, 
 NUM_BUFFERS = COSINES + 4  # cosines and sines come in pairs, one per rotation table: Gemma 3 has two
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _groups(width: Int) -> Int:
     return (width + GROUP - 1) // GROUP
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def stride_of(width: Int) -> Int:
     """Floats from one row of a buffer to the next. One vector too many: rows whole pages apart would fight for the
     same few lines of the cache."""
     return _groups(width) * GROUP + 16
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _quantise(b: Any, row: Int, values: Int, first: Int, stop: Int, num_groups: Int) -> None:
     """Groups first..stop-1 of a row of floats at ``values`` into the row's bytes, scales and sums."""
     quantise_row(values, row, first, stop, num_groups, b[BYTES], b[SCALES], b[SUMS])
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _product(phase: Int, b: Any, matrix: Any, num_rows: Int, inputs: Int, outputs: Int, out: Int, stride: Int,
              add: Int) -> Int:  # fmt: skip
     """All quantised rows times one matrix. matrix: weights, scales, bias, bits."""
@@ -177,7 +177,7 @@ def _product(phase: Int, b: Any, matrix: Any, num_rows: Int, inputs: Int, output
     return finish(phase, num_jobs, num_done)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _add_normalised(b: Any, row: Int, weight: Int, hidden: Int, stride: Int, epsilon: Any) -> None:
     """x += norm(what the last product gave): the post-norms of Gemma 3."""
     scratch = b[NORMED] + row * stride * 4
@@ -185,7 +185,7 @@ def _add_normalised(b: Any, row: Int, weight: Int, hidden: Int, stride: Int, eps
     scaled(scratch, 1.0, b[X] + row * stride * 4, hidden // 16, 1)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _norm_phase(phase: Int, b: Any, sizes: Any, num_rows: Int, weight: Int, post: Int, tap: Int,
                 epsilon: Any) -> Int:  # fmt: skip
     """x to quantised norm(x), row by row. post: weight of the norm of what is still to be added to x, 0 if nothing
@@ -209,7 +209,7 @@ def _norm_phase(phase: Int, b: Any, sizes: Any, num_rows: Int, weight: Int, post
     return finish(phase, num_rows, num_done)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _rotate_phase(phase: Int, b: Any, sizes: Any, layer: Any, positions: Any, slots: Any, epsilon: Any) -> Int:
     """Queries rotated into their buffer; keys rotated, and values as they are, into the cache's slots."""
     dim, num_heads, num_key_heads = sizes[DIM], sizes[NUM_HEADS], sizes[NUM_KEY_HEADS]
@@ -239,7 +239,7 @@ def _rotate_phase(phase: Int, b: Any, sizes: Any, layer: Any, positions: Any, sl
     return finish(phase, num_rows, num_done)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _clear(state: Int, num: Int, dim: Int) -> None:
     """``num`` empty softmaxes: nothing seen, nothing summed."""
     for i in range(num):
@@ -250,7 +250,7 @@ def _clear(state: Int, num: Int, dim: Int) -> None:
         set_float(place + 4 * dim + 4, 0.0)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _attend_rows(b: Any, sizes: Any, layer: Any, rows: Any, group: Any, key_head: Int, first: Int, stop: Int,
                  scale: Any, scratch: Int) -> None:  # fmt: skip
     """Blocks first..stop-1 of one key head for the rows of one group, merged into the states in ``scratch``.
@@ -285,7 +285,7 @@ def _attend_rows(b: Any, sizes: Any, layer: Any, rows: Any, group: Any, key_head
                     merge_block(state + j * (dim + 2) * 4, parts + j * (dim + 2) * 4, dim)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _scratch_parts(scratch: Int, dim: Int) -> Any:
     """Where in a thread's scratch memory the offsets, scores, partial softmaxes, transposed keys and states lie."""
     offsets = scratch
@@ -301,7 +301,7 @@ def scratch_bytes(dim: int, repeats: int) -> int:
     return -(-4 * floats // 4096) * 4096
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _count(bits: Int) -> Int:
     num = 0
     while bits:
@@ -310,7 +310,7 @@ def _count(bits: Int) -> Int:
     return num
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _attend_phase(phase: Int, b: Any, sizes: Any, layer: Any, rows: Any, groups: Any, num_splits: Int, scale: Any,
                   scratch: Int) -> Int:  # fmt: skip
     """Every group and key head; where there are few of them, every block of keys too."""
@@ -341,7 +341,7 @@ def _attend_phase(phase: Int, b: Any, sizes: Any, layer: Any, rows: Any, groups:
     return finish(phase, num_jobs, num_done)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _leave(b: Any, row: Int, head: Int, num_heads: Int, dim: Int, state: Int) -> None:
     """A finished softmax to where the output product reads it."""
     stride = stride_of(num_heads * dim)
@@ -349,7 +349,7 @@ def _leave(b: Any, row: Int, head: Int, num_heads: Int, dim: Int, state: Int) ->
     scaled(state, factor, b[ATTENDED] + (row * stride + head * dim) * 4, dim // 16, 0)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _gather_phase(phase: Int, b: Any, sizes: Any, num_rows: Int, num_splits: Int, scratch: Int) -> Int:
     """Merge what the blocks' jobs left, in the order of the keys, and quantise the row."""
     dim, num_heads, num_done = sizes[DIM], sizes[NUM_HEADS], 0
@@ -372,7 +372,7 @@ def _gather_phase(phase: Int, b: Any, sizes: Any, num_rows: Int, num_splits: Int
     return finish(phase, num_rows, num_done)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _activate_phase(phase: Int, b: Any, sizes: Any, num_rows: Int) -> Int:
     """activation(gate) * up, quantised."""
     width, num_done = sizes[INTERMEDIATE], 0
@@ -396,7 +396,7 @@ def _activate_phase(phase: Int, b: Any, sizes: Any, num_rows: Int) -> Int:
     return finish(phase, num_rows * num_parts, num_done)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _embed_phase(phase: Int, b: Any, sizes: Any, tokens: Any, embedding: Any, factor: Any) -> Int:
     hidden, num_done = sizes[HIDDEN], 0
     num_groups = _groups(hidden)
@@ -412,7 +412,7 @@ def _embed_phase(phase: Int, b: Any, sizes: Any, tokens: Any, embedding: Any, fa
     return finish(phase, len(tokens), num_done)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _head_phases(phase: Int, b: Any, sizes: Any, wanted: Any, norm: Int, head: Any, epsilon: Any) -> Int:
     """The last norm, of wanted rows only, and the head."""
     hidden, num_done = sizes[HIDDEN], 0
@@ -431,7 +431,7 @@ def _head_phases(phase: Int, b: Any, sizes: Any, wanted: Any, norm: Int, head: A
     return _product(phase, b, head, len(wanted), hidden, vocab, b[LOGITS], stride_of(vocab), np.int64(0))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def run_pass(phases: Any, b: Any, sizes: Any, layers: Any, ends: Any, factors: Any, batch: Any, rows: Any,
              num_splits: Int) -> None:  # fmt: skip
     """One pass, or this thread's share of it.

@@ -6,20 +6,21 @@ group, the sum of the row's own bytes. So weights need no correction terms, and 
 row alone, bit for bit: integer sums are exact, and the few float steps are the same for 1 row and for 8.
 
     rows         blocks of 8: [K / 4][8 rows][4 inputs] int8, so that one pointer reaches all; and per block
-                 [K / 64][8 rows] scales (float32) and sums (int32), one for each row's group of 64 inputs
+                 [K / 32][8 rows] scales (float32) and -128 x sums (int32), one for each row's group of 32 inputs
     int8 tile    [K / 4][16 outputs][4 inputs] bytes, weight + 128; one scale per output
     int4 tile    [K / 8][16 outputs][4 inputs] bytes, the first 4 inputs in the low halves, the next 4 in the high
                  ones, weight + 8; one scale per output and group
 """
 
+import functools
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 
-from ..attention.vectors import DOT_KIND, F32, I32, LANES, V8, VF, VI, DotKind, Emit, Int, instruction
+from ..attention.vectors import DOT_KIND, F32, I32, LANES, V8, VF, VI, DotKind, Emit, Int, compiled, instruction
 
-GROUP = 64  # inputs that share one activation scale
+GROUP = 32  # inputs that share one activation scale
 ROWS = 8  # of a block
 ZERO_POINT = {8: 128, 4: 8}
 TILE_BYTES = {8: LANES * GROUP, 4: LANES * GROUP // 2}  # of one group
@@ -46,8 +47,9 @@ def tile_product(bits: int, rows: int, kind: DotKind = DOT_KIND) -> Any:
         with e.loop(num_groups) as group:
             line = e.times(group, 4 * ROWS)
             first_sum, first_scale = e.at(row_sums, line), e.at(row_scales, line)
-            sums = [e.load(first_sum, I32, 4 * m) for m in range(rows)]
-            sums = [e.splat(b.mul(value, I32(-ZERO_POINT[bits]))) for value in sums]
+            sums = [e.splat(e.load(first_sum, I32, 4 * m)) for m in range(rows)]
+            if bits == 4:
+                sums = [b.ashr(value, ir.Constant(VI, [4] * LANES)) for value in sums]  # exact: 128 / 8
             data = e.at(row, e.times(group, GROUP * ROWS))
             tile = e.at(weights, e.times(group, TILE_BYTES[bits]))
             for step in range(GROUP // 4):
@@ -85,14 +87,14 @@ def _weights(e: Emit, tile: Any, step: int, bits: int) -> Any:
 
 
 def _quantise_group(context: Emit, values: Any, out: Any, scale: Any, total: Any) -> None:
-    """64 floats to bytes in +-127, their scale and their sum. A NaN or an infinity makes the scale one too.
+    """GROUP floats to bytes in +-127, their scale, and -128 x their sum. A NaN or an infinity makes the scale one.
 
     The bytes go to ``out`` in words of 4, a block's line apart.
     """
     e, b = context, context.builder
     parts = [e.load(values, VF, 64 * i) for i in range(GROUP // LANES)]
     sizes = [e.magnitude(part) for part in parts]
-    largest = e.reduce(e.largest(e.largest(sizes[0], sizes[1]), e.largest(sizes[2], sizes[3])), _larger(e))
+    largest = e.reduce(functools.reduce(e.largest, sizes), e.largest)
     e.store(b.fmul(largest, F32(1 / 127)), scale)
     positive = b.fcmp_ordered(">", largest, F32(0.0))
     usable = b.and_(positive, b.fcmp_ordered("<", largest, F32(3.0e38)))
@@ -105,11 +107,7 @@ def _quantise_group(context: Emit, values: Any, out: Any, scale: Any, total: Any
         for j in range(4):
             e.store(b.extract_element(words, I32(j)), out, 4 * ROWS * (4 * i + j))
         sums = b.add(sums, whole)
-    e.store(e.total(sums), total)
-
-
-def _larger(e: Emit) -> Any:
-    return lambda a, b: e.largest(a, b)
+    e.store(b.mul(e.total(sums), I32(-ZERO_POINT[8])), total)
 
 
 quantise_group = instruction(types.void, _quantise_group)
@@ -121,7 +119,7 @@ _int8_1, _int8_2, _int8_4, _int8_8 = _int8.values()
 _int4_1, _int4_2, _int4_4, _int4_8 = _int4.values()
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def multiply_tile(
     bits: Int,
     weights: Int,
@@ -171,7 +169,7 @@ def multiply_tile(
             done += 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def quantise_row(values: Int, row: Int, first: Int, stop: Int, num_groups: Int, data: Int, scales: Int,
                  sums: Int) -> None:  # fmt: skip
     """Groups first..stop-1 of the floats at ``values`` into row number ``row`` of the blocks at data, scales, sums."""

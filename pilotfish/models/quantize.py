@@ -27,7 +27,7 @@ from .disk_cache import cache_folder, prepared
 from .huggingface import eos_ids
 from .linear import Array, pack
 
-FORMAT = 1  # raised when the bytes mean something else
+FORMAT = 2  # raised when the bytes mean something else
 _MATRICES = ("embedding", "head", "qkv", "o", "gate_up", "down")
 _KEPT_AT_8_BITS = ("embedding", "head")  # in an int4 model too: every token's law hangs on them
 _ALIGNMENT = 64

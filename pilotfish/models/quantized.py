@@ -10,7 +10,6 @@ batch and any draft. It is, and `info.bitwise` says so.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
-from ..attention.vectors import Int, add_atomically, pause, read_atomically
+from ..attention.vectors import Int, add_atomically, compiled, pause, read_atomically
 
 _STRIDE = 128  # bytes between a phase's counters and the next one's: no two share a cache line
 _PATIENCE = 2000  # looks at a counter before the core is offered to others
@@ -26,12 +26,12 @@ _PATIENCE = 2000  # looks at a counter before the core is offered to others
 if os.name == "posix":
     _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
-    @njit(nogil=True, cache=True)
+    @compiled
     def _give_way() -> None:
         _sched_yield()
 else:
 
-    @njit(nogil=True, cache=True)
+    @compiled
     def _give_way() -> None:
         pause()
 
@@ -41,13 +41,13 @@ def counters(num_phases: int) -> "np.ndarray[Any, Any]":
     return np.zeros(num_phases * _STRIDE // 8, dtype=np.int64)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def take(phase: Int) -> Int:
     """The number of the next job of the phase whose counters lie at this address."""
     return add_atomically(phase, 1)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def finish(phase: Int, num_jobs: Int, num_done: Int) -> Int:
     """Report ``num_done`` jobs, wait until all ``num_jobs`` are done, and return the next phase's address."""
     if num_done:

@@ -33,6 +33,7 @@ FAMILY = 1e-4
 NUM_PREFIXES = 2
 NUM_PROBES = 64  # prefixes tried until one is found after which the method drafts anything
 SECONDS_A_DRAW = 1e-3
+SELF_PASSES = 60  # what a run with the target as its own draft costs, about
 TREE_NODES = 6  # of a draft in the chi-square tests, where the method drafts trees
 _MEMO_ROWS = 4096
 _RULES: tuple[Rule, ...] = ("rejection", "block", "coupled")
@@ -67,57 +68,60 @@ def run_verify(options: VerifyOptions, target: Loaded, speculation: registry.Spe
         options=options,
         meter=Meter(),
     )
+    memo = MemoLM(ground.model, _memo_rows(ground))
+    own, others = _own_experiments(ground, speculation, draft), _our_experiments(ground, memo, speculation, draft)
     with ground.meter.running():
-        texts, own = _prove_texts(ground)
-        checks = [outcome.check for outcome in (*texts, *own)]
-        checks += [same_in_any_shape(ground), *_prove_laws(ground, speculation, draft, texts)]
+        _plan(ground, len(own) + len(others))
+        outcomes = _prove_texts(ground)
+        checks = [outcome.check for outcome in outcomes]
+        checks += [same_in_any_shape(ground), *_prove_laws(ground, memo, own, others, outcomes)]
     checks += _about_the_runs(ground)
     return Report(
         target=_describe_target(target.model.info),
         method=_describe(speculation, draft),
         checks=tuple(checks),
-        num_near_ties=sum(outcome.num_near_ties for outcome in (*texts, *own)),
+        num_near_ties=sum(outcome.num_near_ties for outcome in outcomes),
         seconds=time.perf_counter() - started,
     )
 
 
-def _prove_texts(ground: Ground) -> tuple[list[Outcome], list[Outcome]]:
-    """With drafting and without, at each temperature; then the target as its own draft."""
-    options, meter = ground.options, ground.meter
+def _plan(ground: Ground, num_experiments: int) -> None:
+    """Tell the progress bar how much there is to do."""
     ground.pass_seconds = measure_pass(ground)
-    num_tokens = len(ground.prompts) * options.max_tokens
-    each, own_each = 2 * num_tokens * ground.pass_seconds, 60 * ground.pass_seconds
-    meter.plan(each * len(options.temperature) + 3 * own_each + _num_experiments(ground) * _draw_seconds(ground))
-    texts = []
-    for temperature in options.temperature:
-        with meter.stage(f"texts at temperature {temperature:g}", each, 2 * num_tokens):
-            texts.append(compare(ground, temperature))
-    own = []
-    for temperature in (0.0, 1.0):
-        with meter.stage("the target as its own draft", own_each, 1):
-            own.append(draft_with_itself(ground, temperature))
-    with meter.stage("the target as its own draft", own_each, 1):
-        own.append(draft_with_itself_unseeded(ground))
-    return texts, own
+    texts = len(ground.options.temperature) * _text_seconds(ground) + 3 * SELF_PASSES * ground.pass_seconds
+    ground.meter.plan(texts + num_experiments * _draw_seconds(ground))
+
+
+def _prove_texts(ground: Ground) -> list[Outcome]:
+    """With drafting and without, at each temperature; then the target as its own draft."""
+    meter, outcomes = ground.meter, []
+    num_tokens = 2 * len(ground.prompts) * ground.options.max_tokens
+    for temperature in ground.options.temperature:
+        with meter.stage(f"texts at temperature {temperature:g}", _text_seconds(ground), num_tokens):
+            outcomes.append(compare(ground, temperature))
+    for prove in (
+        lambda: draft_with_itself(ground, 0.0),
+        lambda: draft_with_itself(ground, 1.0),
+        lambda: draft_with_itself_unseeded(ground),
+    ):
+        with meter.stage("the target as its own draft", SELF_PASSES * ground.pass_seconds, 1):
+            outcomes.append(prove())
+    return outcomes
 
 
 def _prove_laws(
-    ground: Ground, speculation: registry.Speculation, draft: Loaded | None, texts: Sequence[Outcome]
+    ground: Ground,
+    memo: MemoLM,
+    own: Sequence[Experiment],
+    others: Sequence[Experiment],
+    outcomes: Sequence[Outcome],
 ) -> list[Check]:
-    """The chi-square tests: the method itself, a sampled draft under each rule, and the control."""
-    memo = MemoLM(ground.model, _memo_rows(ground))
+    """The chi-square tests: of the method itself where it drafts, of the others where the law is widest."""
     laws = ExactLaws(memo, ground.options.candidates)
-    pairs = [(prompt, text) for outcome in texts for prompt, text in zip(ground.prompts, outcome.texts, strict=True)]
-    prefixes = uncertain_prefixes(laws, pairs or [(prompt[:-1], prompt[-1:]) for prompt in ground.prompts])
-    own = _own_experiments(ground, speculation, draft)
-    askew = _draft_model(AskewLM(memo))
-    num_drafted = ground.options.num_drafted
-    sampled = [Experiment(f"sampled draft, {rule}", askew, rule, 10 + i, num_drafted) for i, rule in enumerate(_RULES)]
-    if draft is not None and speculation.options.draft_sample_method == "probabilistic":
-        sampled = sampled[-1:]  # the method itself is a sampled draft under the other rules
-    control = Experiment("control", lambda setting: Liar(askew(setting)), "rejection", 20, num_drafted)
+    texts = [pair for outcome in outcomes if outcome.texts for pair in zip(ground.prompts, outcome.texts, strict=True)]
+    prefixes = uncertain_prefixes(laws, texts)
     results: list[tuple[Experiment, Tallies]] = []
-    for experiment in (*own, *sampled, control):
+    for experiment in (*own, *others):
         with ground.meter.stage(f"laws: {experiment.name}", _draw_seconds(ground), ground.options.draws):
             places = _places(ground, laws, prefixes, experiment) if experiment in own else prefixes[:NUM_PREFIXES]
             results.append((experiment, _draw(ground, laws, places, experiment, ground.options.draws)))
@@ -219,6 +223,17 @@ def _own_experiments(ground: Ground, speculation: registry.Speculation, draft: L
     return found
 
 
+def _our_experiments(
+    ground: Ground, memo: MemoLM, speculation: registry.Speculation, draft: Loaded | None
+) -> list[Experiment]:
+    """A sampled draft under every rule, and the control, which comes last."""
+    askew, num_drafted = _draft_model(AskewLM(memo)), ground.options.num_drafted
+    sampled = [Experiment(f"sampled draft, {rule}", askew, rule, 10 + i, num_drafted) for i, rule in enumerate(_RULES)]
+    if draft is not None and speculation.options.draft_sample_method == "probabilistic":
+        sampled = sampled[-1:]  # the method itself is a sampled draft under the other rules
+    return [*sampled, Experiment("control", lambda setting: Liar(askew(setting)), "rejection", 20, num_drafted)]
+
+
 def _draft_model(model: CausalLM) -> Build:
     def build(setting: Setting) -> Drafter:
         return DraftModelDrafter(model, setting)
@@ -264,8 +279,8 @@ def _memo_rows(ground: Ground) -> int:
     return sum(len(prompt) + ground.options.max_tokens for prompt in ground.prompts) + _MEMO_ROWS
 
 
-def _num_experiments(ground: Ground) -> int:
-    return 6 if ground.num_drafted else 5
+def _text_seconds(ground: Ground) -> float:
+    return 2 * len(ground.prompts) * ground.options.max_tokens * ground.pass_seconds
 
 
 def _draw_seconds(ground: Ground) -> float:

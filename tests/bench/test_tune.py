@@ -15,7 +15,8 @@ from tests.models.tiny import tiny_model
 
 
 def row(method: str, k: int, speedup: float, category: str = "all") -> Row:
-    return Row(method, category, 0.0, 10 * speedup, speedup, 1.0, [], None, None, None, True, [], num_speculative_tokens=k)
+    nothing = (None, None, None)
+    return Row(method, category, 0.0, 10 * speedup, speedup, 1.0, [], *nothing, True, [], num_speculative_tokens=k)
 
 
 def test_the_ranking_has_plain_decoding_in_it() -> None:

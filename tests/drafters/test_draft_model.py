@@ -1,8 +1,9 @@
-"""A draft model runs ahead, with a cache of its own: what it reads, what it keeps, and where it had better be silent."""
+"""A draft model runs ahead, with a cache of its own: what it reads and keeps, and where it is silent."""
 
 import pytest
 import torch
 
+from pilotfish.decoding.draft import Draft
 from pilotfish.decoding.request import Request
 from pilotfish.decoding.sampling import SamplingParams
 from pilotfish.drafters import registry
@@ -35,6 +36,20 @@ def expected(prompt, params, model=TARGET):
     return oracle(model.logits_of, prompt, params)
 
 
+def watch(found) -> list[tuple[list[int], Draft]]:
+    """From now on, what is drafted, with the text it was drafted for."""
+    seen: list[tuple[list[int], Draft]] = []
+    ask = found.drafter.propose
+
+    def propose(requests, limits):
+        drafts = ask(requests, limits)
+        seen.extend((list(r.tokens), draft) for r, draft in zip(requests, drafts, strict=True))
+        return drafts
+
+    found.drafter.propose = propose
+    return seen
+
+
 def drafted(request: Request) -> int:
     return sum(request.stats.per_step_drafted)
 
@@ -57,8 +72,8 @@ def test_a_draft_model_that_is_the_target_is_always_right(mode, k, rule):
         assert request.stats.num_steps == -(-20 // (k + 1))
         if params.greedy or params.seed:
             assert tuple(request.output) == expected(request.prompt, params)
-    # One row for each token of the texts, however the passes were cut; the last guesses are not fed.
-    assert twin.num_rows == sum(len(r.tokens) - 1 - min(r.stats.per_step_drafted[-1:] == [0], 1) for r in requests)
+    # Each token is read once, however the passes were cut; the last guess and what follows it, never.
+    assert twin.num_rows == sum(len(r.tokens) - 2 for r in requests)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -70,38 +85,22 @@ def test_so_is_a_real_one(kind):
 
 
 def test_after_a_rejection_it_reads_the_target_s_token():
-    """A draft that is wrong half of the time; each of its rows is computed once, and a wrong one again with the right
-    token. The oracle of what it should draft: the draft model's own table over the text so far."""
-    draft = TableModel(16, order=2, num_phases=3, seed=0, sharpness=1.5)
+    """What it drafts is what its own table says after the text so far, whatever became of its last guesses; and no row
+    is computed twice but one: that of a rejected guess, with the target's token."""
+    draft = TableModel(16, order=2, num_phases=3)
     draft.table = TARGET.table + 1.2 * torch.randn(TARGET.table.shape, generator=torch.Generator().manual_seed(1))
     found = drafting(draft, k=4)
-    asked, ask = [], found.drafter.propose
-
-    def watch(requests, limits):
-        drafts = ask(requests, limits)
-        asked.extend((list(r.tokens), d.tokens) for r, d in zip(requests, drafts, strict=True))
-        return drafts
-
-    found.drafter.propose = watch
-    params = SamplingParams(temperature=0, max_tokens=40)
-    (request,) = found.add(PROMPT, params)
+    seen = watch(found)
+    (request,) = found.add(PROMPT, params := SamplingParams(temperature=0, max_tokens=40))
     drain(found)
     assert tuple(request.output) == expected(PROMPT, params)
-    accepted = set(request.stats.per_step_accepted)
-    assert {0, 4} < accepted, "neither extreme was met"
-    for text, tokens in asked:
-        limit = SamplingParams(temperature=0, max_tokens=len(tokens))
-        assert tokens == expected(text, limit, draft)
-    assert draft.num_rows == sum(
-        # per step: what was not read, then all guesses but the last
-        [len(PROMPT) + 3]
-        + [
-            len(after) - len(before) - min(a, d - 1) + len(tokens) - 1
-            for (before, _), (after, tokens), a, d in zip(
-                asked, asked[1:], request.stats.per_step_accepted, request.stats.per_step_drafted, strict=False
-            )
-        ]
-    )
+    assert {0, 4} < set(request.stats.per_step_accepted), "neither extreme was met"
+    num_rows = num_read = 0
+    for (text, guesses), accepted in zip(seen, request.stats.per_step_accepted, strict=True):
+        assert guesses.tokens == expected(text, SamplingParams(temperature=0, max_tokens=len(guesses)), draft)
+        num_rows += len(text) - num_read + len(guesses) - 1
+        num_read = len(text) + min(accepted, len(guesses) - 1)
+    assert draft.num_rows == num_rows
 
 
 def test_prompts_longer_than_a_pass_are_read_in_passes():
@@ -183,14 +182,14 @@ def test_a_draft_s_table_may_be_shorter_or_longer(num_ids, mode):
     draft.table[..., 16:] += 9  # what it would say if it were let
     found = drafting(draft, k=3)
     params = SamplingParams(**mode, max_tokens=25, logit_bias={15: -float("inf")} if num_ids < 16 else None)
-    asked, ask = [], found.drafter.propose
-    found.drafter.propose = lambda *args: asked.extend(ask(*args)) or asked[-len(args[0]) :]
+    seen = watch(found)
     (request,) = found.add(PROMPT, params)
     drain(found)
     assert found.num_failed_drafts == 0
-    tokens = {token for draft in asked for token in draft.tokens}
+    drafts = [draft for _, draft in seen]
+    tokens = {token for draft in drafts for token in draft.tokens}
     assert tokens and max(tokens) < min(num_ids, 16)
-    for law in (draft.probs for draft in asked if draft.probs is not None):
+    for law in (draft.probs for draft in drafts if draft.probs is not None):
         assert law.shape[1] == 16
         assert torch.allclose(law.sum(1), torch.ones(len(law), dtype=law.dtype))
     if params.greedy or params.seed:
@@ -222,23 +221,21 @@ def test_ids_that_the_draft_cannot_read():
 
 def test_greedy_drafts_carry_no_laws():
     found = drafting(TableModel(16, seed=3), draft_sample_method="greedy")
-    drafts, ask = [], found.drafter.propose
-    found.drafter.propose = lambda *args: drafts.extend(ask(*args)) or drafts[-len(args[0]) :]
-    (request,) = found.add(PROMPT, SamplingParams(max_tokens=20))
+    seen, model = watch(found), found.drafter.model
+    found.add(PROMPT, SamplingParams(max_tokens=20))
     drain(found)
-    assert drafts and all(draft.probs is None for draft in drafts)
-    model = found.drafter.model
-    assert drafts[0].tokens[0] == int(model.logits_of(request.prompt).argmax())
+    for text, draft in seen:
+        assert draft.probs is None
+        assert draft.tokens == expected(text, SamplingParams(temperature=0, max_tokens=len(draft)), model)
 
 
 def test_nothing_is_drafted_after_the_end_of_text():
     model = TableModel(16, order=2, num_phases=3, eos={5})
     found = drafting(TableModel(16, order=2, num_phases=3), model, k=12)
-    drafts, ask = [], found.drafter.propose
-    found.drafter.propose = lambda *args: drafts.extend(ask(*args)) or drafts[-len(args[0]) :]
+    seen = watch(found)
     for seed in range(8):
         run(found, PROMPT, SamplingParams(seed=seed, max_tokens=40))
-    ended = [draft.tokens for draft in drafts if 5 in draft.tokens]
+    ended = [draft.tokens for _, draft in seen if 5 in draft.tokens]
     assert ended and all(tokens.index(5) == len(tokens) - 1 for tokens in ended)
 
 
@@ -272,9 +269,7 @@ def test_options_out_of_range(options, says):
 def test_another_tokenizer_is_refused_naming_the_first_token_that_differs():
     same, shifted = ByteTokenizer(17, first_byte=65), ByteTokenizer(17, first_byte=66)
     drafting(TableModel(16), tokenizers=(same, ByteTokenizer(17, first_byte=65)))
-    with pytest.raises(
-        DraftError, match="another tokenizer than table: token 0 is 'byte65' in the target and 'byte66'"
-    ):
+    with pytest.raises(DraftError, match="than table: token 0 is 'byte65' in the target and 'byte66' in"):
         drafting(TableModel(16), tokenizers=(same, shifted))
 
 

@@ -4,14 +4,17 @@ The schedules of the last test are random, with fixed seeds; a failure names its
 """
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from pilotfish.decoding.draft import Draft
 from pilotfish.decoding.noise import fold
 from pilotfish.decoding.request import Request
 from pilotfish.decoding.sampling import SamplingParams
 from pilotfish.drafters import registry
+from pilotfish.engine.controller import Fixed, PassCosts
 from pilotfish.models.load import Loaded
 from tests.adversaries import adversaries, foresight, method_config, random_trees
 from tests.fakes import TableModel, drain, engine, oracle, run
@@ -170,7 +173,34 @@ def test_several_choices():
     assert len({tuple(r.output) for r in requests}) == 4
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("name", ["ngram", "draft_model", "always wrong"])
+def test_a_measured_k_changes_nothing(name, rule, monkeypatch):
+    """Whatever passes are said to cost: nothing pays, everything pays, and what this machine really takes."""
+    for points in ({1: 1.0, 2: 9.0}, {1: 1.0, 16: 1.0}, {1: 1e-4, 16: 2e-4}):
+        monkeypatch.setattr("pilotfish.engine.engine.measured", lambda _, points=points: PassCosts(dict(points)))
+        found = engine(MODEL, build(name), k="auto", rule=rule)
+        requests = [found.add(*case)[0] for case in MIXED]
+        drain(found)
+        assert [tuple(r.output) for r in requests] == ALONE
+        assert not found.controller._own
+
+
 # -- everything at once ---------------------------------------------------------------------------------------------
+
+
+class Whimsical(Fixed):
+    """A controller that changes its mind: any limit, and any cut of what was chosen, not drawn."""
+
+    def __init__(self, source: random.Random):
+        super().__init__(9)
+        self.source = source
+
+    def limits(self, requests: Sequence[Request]) -> list[int]:
+        return [self.source.randrange(9) for _ in requests]
+
+    def cut(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
+        return [d.first(self.source.randrange(len(d) + 1)) if d.probs is None else d for d in drafts]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -189,6 +219,9 @@ def test_random_schedules(seed):
         num_pages=source.choice([14, 20, 60]),
         enable_prefix_caching=source.random() < 0.7,
     )
+    if source.random() < 0.4:
+        found.controller = Whimsical(source)
+        found.scheduler.limits_of = found.controller.limits
     waiting = [MIXED[source.randrange(8)] for _ in range(14)]
     running: list[tuple[int, Request]] = []
     while waiting or found.has_work:

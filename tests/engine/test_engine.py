@@ -252,6 +252,11 @@ def test_events_add_up():
         ({"max_num_seqs": 0}, "max_num_seqs must be above 0, not 0"),
         ({"max_model_len": -5}, "max_model_len must be above 0, not -5"),
         ({"kv_cache_memory": 0.0}, "kv_cache_memory must be above 0"),
+        ({"kv_cache_memory": "2"}, "kv_cache_memory must be a number, not '2'"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs must be a whole number, not 2.5"),
+        ({"block_size": True}, "block_size must be a whole number, not True"),
+        ({"max_num_seqs": None}, "max_num_seqs must be a whole number, not None"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching must be True or False, not 1"),
         ({"max_num_batched_tokens": 7, "max_num_seqs": 8}, r"\(7\) must be at least max_num_seqs \(8\)"),
     ],
 )  # fmt: skip

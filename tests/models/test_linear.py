@@ -10,6 +10,7 @@ from numba import njit, types
 from pilotfish.attention.vectors import VI, dot_kinds, instruction
 from pilotfish.errors import ModelError, OptionError
 from pilotfish.models.linear import PackedLinear, bits_of, pack, unpack
+from pilotfish.models.products import GROUP
 
 KINDS = dot_kinds()
 
@@ -56,19 +57,19 @@ def test_packing_keeps_a_weight_to_within_its_bits(shape: tuple[int, int], bits:
 
 def test_packing_of_a_row_of_zeros() -> None:
     weight = normal(17, 70)
-    weight[3], weight[5, 64:] = 0, 0
+    weight[3], weight[5, GROUP:] = 0, 0
     for bits in (8, 4):
         back = unpack(pack(weight, bits))
-        assert not back[3].any() and not back[5, 64:].any()
+        assert not back[3].any() and not back[5, GROUP:].any()
         assert back.isfinite().all()
 
 
 def test_four_bits_with_a_few_clipped_beat_the_plain_scale() -> None:
     weight = normal(64, 256)
-    grouped = weight.view(64, 4, 64)
+    grouped = weight.view(64, -1, GROUP)
     scales = grouped.abs().amax(2, keepdim=True) / 7
     plain = ((grouped / scales).round() * scales - grouped).norm()
-    assert float((unpack(pack(weight, 4)).view(64, 4, 64) - grouped).norm()) < 0.97 * float(plain)
+    assert float((unpack(pack(weight, 4)).view(grouped.shape) - grouped).norm()) < 0.97 * float(plain)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -76,10 +77,10 @@ def test_four_bits_with_a_few_clipped_beat_the_plain_scale() -> None:
 def test_product_is_that_of_the_unpacked_weight(bits: int, rows: int) -> None:
     weight, bias, x = normal(50, 200), normal(50, seed=1), normal(rows, 200, seed=2)
     linear = PackedLinear(weight, bits, bias)
-    # The rows are rounded too: do the same here, in groups of 64.
-    padded = torch.nn.functional.pad(x, (0, 56)).view(rows, 4, 64)
+    # The rows are rounded too: do the same here, in groups.
+    padded = torch.nn.functional.pad(x, (0, -200 % GROUP)).view(rows, -1, GROUP)
     scales = padded.abs().amax(2, keepdim=True) / 127
-    rounded = ((padded / scales).round() * scales).reshape(rows, 256)[:, :200]
+    rounded = ((padded / scales).round() * scales).reshape(rows, -1)[:, :200]
     wanted = rounded.double() @ unpack(linear.packed).double().T + bias.double()
     assert float((linear(x) - wanted).abs().max() / wanted.abs().max()) < 1e-5
 

@@ -1,0 +1,105 @@
+"""Options of `LLM`: each reaches its owner, names from elsewhere are understood, and a misspelt one is met with the
+nearest real one."""
+
+from typing import Any
+
+import pytest
+
+from pilotfish import LLM, DraftError, ModelError, OptionError, SamplingParams
+from pilotfish.models.load import Loaded
+from tests.fakes import ByteTokenizer, TableModel, oracle
+
+MODEL = TableModel(64, order=1, num_phases=5, seed=2, sharpness=2.0)
+TOKENIZER = ByteTokenizer(64, first_byte=32)
+DRAFT = Loaded(TableModel(64, order=1, num_phases=5, seed=2, sharpness=2.0), TOKENIZER)
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+
+
+def llm(**options: Any) -> LLM:
+    return LLM.from_model(Loaded(MODEL, TOKENIZER), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_num_sequences": 3}, "unknown option 'max_num_sequences'; did you mean 'max_num_seqs'?"),
+        ({"metod": "ngram"}, "did you mean 'method'?"),
+        ({"prompt_lookup_mx": 3}, "did you mean 'prompt_lookup_max'?"),
+        ({"qqqqqqqq": 3}, "unknown option 'qqqqqqqq'; known: "),
+        ({"method": "n-gram"}, "unknown method 'n-gram'; did you mean 'ngram'?"),
+        ({"method": "ngram", "draft_sample_method": "greedy"}, "unknown option for method 'ngram'"),
+        ({"method": "ngram", "num_speculative_tokens": -1}, "from 0 to 63 or auto, not -1"),
+        ({"method": "ngram", "num_speculative_tokens": 64}, "from 0 to 63 or auto, not 64"),
+        ({"num_speculative_tokens": 3}, "needs a method"),
+        ({"speculative_config": {"method": "ngram"}, "method": "suffix"}, "'method' is given twice"),
+        ({"speculative_config": {"model": "a"}, "draft_model": "b"}, "'draft_model' is given twice"),
+        ({"draft_model": "a", "assistant_model": "b"}, "'assistant_model' and 'model' mean the same; give one"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be above 0, not 0"),
+        ({"dtype": "float32"}, "belong to loading"),
+        ({"dtype": "float33"}, "dtype must be auto"),
+        ({"device": "abacus"}, "device 'abacus' cannot be used"),
+        ({"method": "layer_skip", "rejection_sample_method": "blck"}, "did you mean 'block'?"),
+    ],
+)
+def test_options_that_cannot_be_meant(options, says):
+    with pytest.raises(OptionError) as caught:
+        llm(**options)
+    assert says in str(caught.value)
+
+
+def test_options_reach_their_owners():
+    one = llm(
+        draft_model=DRAFT,
+        num_speculative_tokens=2,
+        draft_sample_method="greedy",
+        rejection_sample_method="block",
+        draft_max_model_len=40,
+        max_model_len=50,
+        max_num_seqs=3,
+        max_num_batched_tokens=30,
+        block_size=8,
+        num_pages=20,
+        enable_prefix_caching=False,
+    )
+    engine = one.engine
+    assert (engine.max_length, engine.rule, engine.num_speculative_tokens) == (50, "block", 2)
+    assert (engine.options.max_num_seqs, engine.options.max_num_batched_tokens) == (3, 30)
+    assert (engine.cache.page_size, engine.cache.pool.num_pages, engine.cache.prefix_sharing) == (8, 20, False)
+    drafter: Any = engine.drafter
+    assert (drafter.options.draft_sample_method, drafter.context, drafter.model) == ("greedy", 40, DRAFT.model)
+
+
+@pytest.mark.parametrize(
+    ("options", "method", "k"),
+    [
+        ({"assistant_model": DRAFT, "num_assistant_tokens": 4}, "draft_model", 4),
+        ({"prompt_lookup_num_tokens": 6}, "ngram", 6),
+        ({"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 2}, "ngram", 6),
+        ({"draft_model": DRAFT}, "draft_model", 5),
+        ({"speculative_config": {"method": "ngram"}, "num_speculative_tokens": 0}, "ngram", 0),
+        ({"method": "none", "num_speculative_tokens": 7}, "none", 0),
+        ({"num_speculative_tokens": 63, "method": "suffix"}, "suffix", 63),
+    ],
+)
+def test_names_from_elsewhere(options, method, k):
+    one = llm(**options)
+    assert (one.speculation.method, one.engine.num_speculative_tokens) == (method, k)
+    assert one.generate("A", GREEDY)[0].token_ids == oracle(MODEL.logits_of, TOKENIZER.encode("A"), GREEDY)
+
+
+def test_draft_models_that_do_not_fit():
+    with pytest.raises(DraftError, match="needs a draft model"):
+        llm(method="draft_model")
+    with pytest.raises(ModelError, match="there is no folder /no/such/model"):
+        llm(draft_model="/no/such/model")
+    other = Loaded(TableModel(64), ByteTokenizer(64, first_byte=33))
+    with pytest.raises(DraftError, match="token 0 is 'byte32' in the target and 'byte33' in the draft"):
+        llm(draft_model=other)
+
+
+def test_it_says_what_runs():
+    assert llm().describe() == "table (float64, cpu) | method none | rule rejection | lossless"
+    assert (
+        "method draft_model (table), K 3 | rule block"
+        in llm(draft_model=DRAFT, num_speculative_tokens=3, rejection_sample_method="block").describe()
+    )
