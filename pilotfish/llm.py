@@ -182,7 +182,7 @@ class LLM:
     def describe(self) -> str:
         """The start-up line: model, method, K, acceptance rule."""
         info, engine = self.engine.target.info, self.engine
-        dtype = str(info.dtype).removeprefix("torch.")
+        dtype = str(info.dtype).removeprefix("torch.") if info.quantization == "none" else info.quantization
         about = engine.drafter.describe()
         method = self.speculation.method + (f" ({about})" if about else "")
         drafting = "" if self.speculation.method == "none" else f", K {engine.num_speculative_tokens}"

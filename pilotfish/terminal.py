@@ -6,13 +6,14 @@ It does not know how text is made. The one trick: colour marks origin only, so p
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import click
 
 from .decoding.sampling import SamplingParams
 from .llm import LLM, Chunk, Completion
-from .models.load import load
+from .models.load import LoadOptions, load
 
 DRAFTED = "cyan"
 
@@ -62,8 +63,9 @@ def _summary(completion: Completion | None, num_tokens: int, seconds: float) -> 
 
 def side_by_side(model: str, max_tokens: int, options: Mapping[str, Any]) -> bool:
     """The demo: the same prompt plainly and with n-gram drafting; True if the texts are identical."""
-    loaded = load(model, **{name: options[name] for name in ("dtype", "device") if name in options})
-    rest = {name: value for name, value in options.items() if name not in ("dtype", "device")}
+    own = {field.name for field in fields(LoadOptions)}
+    loaded = load(model, **{name: value for name, value in options.items() if name in own})
+    rest = {name: value for name, value in options.items() if name not in own}
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     click.echo(f"> {DEMO_PROMPT}\n")
     results: list[tuple[str, float, Completion]] = []

@@ -47,6 +47,7 @@ _COMPILED_FILES = (
     "attention/vectors.py",
     "attention/compiled.py",
     "models/products.py",
+    "models/rowwise.py",
     "models/team.py",
     "models/loops.py",
     "models/linear.py",

@@ -67,7 +67,8 @@ class Drafter(ABC):
         """One draft per request, of at most ``limits[i]`` >= 1 nodes; `EMPTY` where there is no idea.
 
         What is remembered of a request from call to call must come from its first ``num_settled`` tokens: the rest,
-        if any, may be other tokens next time.
+        if any, may be other tokens next time. What was drawn is handed out: an exception, or fewer tokens, because of
+        what was drawn would bias the text.
         """
 
     def observe(self, steps: Sequence[Step], taps: Mapping[int, Tensor]) -> None:  # noqa: B027

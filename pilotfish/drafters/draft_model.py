@@ -20,6 +20,7 @@ from ..decoding.draft import EMPTY, Draft
 from ..decoding.request import Request
 from ..errors import DraftError, OptionError
 from ..models.base import CausalLM
+from ..models.linear import bits_of
 from ..models.load import Loaded, from_objects, load
 from ..models.tokenizer import mismatch
 from ..paged.batch import Feed, lay_out
@@ -34,6 +35,9 @@ class DraftModelOptions:
     model: Any = field(
         default=None, metadata={"help": "the draft model: a folder, a hub id, or `demo`", "flag": "draft_model"}
     )
+    quantization: Literal["none", "int8", "int4"] = field(
+        default="none", metadata={"help": "weights of the draft model", "flag": "draft_quantization"}
+    )
     draft_sample_method: Literal["probabilistic", "greedy"] = field(
         default="probabilistic", metadata={"help": "draw drafts from q, or take its likeliest token"}
     )
@@ -42,6 +46,8 @@ class DraftModelOptions:
     )
 
     def __post_init__(self) -> None:
+        if bits_of(self.quantization) and not isinstance(self.model, str | Path | None):
+            raise OptionError("quantization is for a draft model given by name; this one is loaded already")
         if self.draft_sample_method not in ("probabilistic", "greedy"):
             raise OptionError(
                 f"draft_sample_method must be 'probabilistic' or 'greedy', not {self.draft_sample_method!r}"
@@ -192,7 +198,7 @@ def load_draft(options: DraftModelOptions, setting: Setting, method: str) -> Cau
     if isinstance(options.model, Loaded):
         loaded = options.model
     elif isinstance(options.model, str | Path):
-        loaded = load(options.model, device=str(setting.device), dtype="auto")
+        loaded = load(options.model, device=str(setting.device), quantization=options.quantization)
     elif isinstance(options.model, PreTrainedModel):  # as Hugging Face's assistant_model
         loaded = from_objects(options.model)
     else:

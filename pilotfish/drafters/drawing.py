@@ -46,8 +46,9 @@ class Run:
         """Whether tokens are drawn from a law that is kept, not chosen."""
         return self.probabilistic and not self.request.params.greedy and self.request.rule != "coupled"
 
-    def choose(self, logits_V: Tensor) -> int:
-        """The next token, by the same warping as the target's."""
+    def choose(self, logits_V: Tensor) -> int | None:
+        """The next token, by the same warping as the target's. None if the law to draw from is broken (NaN): then the
+        draft ends there, and what was drawn before stays. To drop it because of what follows it would be a bias."""
         request = self.request
         context = (request.params, request.prompt, [request.output + self.tokens], request.stop_ids)
         if request.params.greedy:
@@ -56,13 +57,15 @@ class Run:
         # Positions count from the settled text: a drafter's drafter meets the coins that decide what it guesses.
         noise, depth = SeededNoise(request.seed, request.num_settled), request.num_guessed + len(self.tokens)
         if self.drawn:
+            if bool(q_V.sum().isnan()):
+                return None
             self.laws.append(q_V)
             return noise.draw(depth, q_V)
         return noise.race(depth, q_V) if request.rule == "coupled" else int(q_V.argmax())
 
     def draft(self, num_ids: int, device: torch.device) -> Draft:
         """What was chosen, its laws over the target's ``num_ids`` ids."""
-        if not self.drawn:
+        if not self.drawn or not self.tokens:
             return chain(self.tokens) if self.tokens else EMPTY
         q_NV = torch.stack(self.laws).to(device)
         return chain(self.tokens, F.pad(q_NV, (0, num_ids - q_NV.shape[1])) if q_NV.shape[1] < num_ids else q_NV)
@@ -79,7 +82,11 @@ def extend(runs: Sequence[Run], guesses: Sequence[Sequence[int]], logits_NV: Ten
     start = 0
     for run, guess, plain in zip(runs, guesses, greedy, strict=True):
         for row, guessed in enumerate((*guess, None), start):
-            run.tokens.append(best[row] if plain else run.choose(logits_NV[row]))
+            token = best[row] if plain else run.choose(logits_NV[row])
+            if token is None:
+                run.limit = len(run.tokens)
+                break
+            run.tokens.append(token)
             if run.done or run.tokens[-1] != guessed:
                 break
         start += len(guess) + 1

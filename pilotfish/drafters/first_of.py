@@ -56,13 +56,13 @@ class FirstOfDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         drafts = [EMPTY] * len(requests)
-        for drafter, most in zip(self.members, self.limits, strict=True):
+        for number, (drafter, most) in enumerate(zip(self.members, self.limits, strict=True)):
             waiting = [i for i, draft in enumerate(drafts) if not len(draft)]
             if not waiting:
                 break
             proposed = drafter.propose([requests[i] for i in waiting], [min(limits[i], most) for i in waiting])
             for i, draft in zip(waiting, proposed, strict=True):
-                drafts[i] = draft
+                drafts[i] = Draft(draft.tokens, draft.parents, draft.probs, kind=(number, draft.kind))
         return drafts
 
     def observe(self, steps: Sequence[Step], taps: Mapping[int, Tensor]) -> None:

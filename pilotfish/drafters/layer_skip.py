@@ -9,6 +9,11 @@ verification pass, which feeds these very tokens to all layers, overwrites them 
     the target's cache   [ committed: tokens[:-1] | pending, guess 1, guess 2, ... ]   reserved for verification
                                           length ─^   read and written by the layers that draft
 
+Which layers can go is the model's own matter. Of SmolLM2-135M and Qwen2.5-Coder-0.5B, without a fifth of the layers, a
+block behind the middle, the likeliest token was still the same in 48 and 65 % of the places; without every other inner
+layer in 0 and 21 %; leaving after three quarters in 28 and 29 %, for they were not trained for that. Small models have
+few layers to spare: this is for large ones, and for those trained to be left early.
+
 While more than the pending token is missing (a prompt not yet read, a request just resumed) there is nothing to see
 the text through, and it waits: reading a prompt twice would cost more than one pass without a draft.
 """
@@ -34,7 +39,8 @@ class LayerSkipOptions:
     """One of the two. Raises OptionError for both, and for what is no list of layers."""
 
     skip_layers: Any = field(
-        default=AUTO, metadata={"help": "layers left out, counted from 0, such as 3,5,7; auto: every other inner one"}
+        default=AUTO,
+        metadata={"help": "layers left out, counted from 0, such as 3,5,7; auto: a fifth, from the middle on"},
     )
     exit_layer: int | None = field(default=None, metadata={"help": "instead, draft with this many first layers"})
 
@@ -114,8 +120,7 @@ def drafting_layers(options: LayerSkipOptions, num_layers: int) -> tuple[int, ..
         raise DraftError("the target has a single layer, so there is none to leave out")
     skipped = options.skipped
     if skipped is None:
-        # The first and the last layers do what no other can; of two alike ones in between, one will do.
-        skipped = frozenset(range(2, num_layers - 1, 2) or [1])
+        skipped = frozenset(range(num_layers // 2, num_layers // 2 + max(1, num_layers // 5)))
     for layer in sorted(skipped):
         if layer >= num_layers:
             raise DraftError(f"skip_layers names layer {layer}; the target has layers 0 to {num_layers - 1}")

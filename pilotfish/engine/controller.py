@@ -7,11 +7,11 @@ position). Drafting nothing is one of its choices, and never a permanent one: it
 What keeps it exact: `limits` is asked before anything is drawn, and knows only the past. `cut` looks at a draft, and
 therefore only ever touches tokens that were chosen, not drawn (Draft.probs is None), where any cut is exact.
 
-    gain of a row   survival s_k = a_1 a_2 ... a_k      (probability that the row's token is accepted)
+    gain of a row   s_k, the share of drafts of this kind whose k-th node was accepted (along a chain it falls with k)
     value           (B + sum of s) / (t_draft + t_target(B + rows)),  the rows taken in order of s
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -117,25 +117,41 @@ class _Rate:
         self.hits = self.hits * _MEMORY + hit
         self.tries = self.tries * _MEMORY + 1
 
+    def fade(self) -> None:
+        self.hits *= _MEMORY
+        self.tries *= _MEMORY
+
     def mean(self, prior: float) -> float:
         return (self.hits + prior * _PRIOR_TRIES) / (self.tries + _PRIOR_TRIES)
 
 
 @dataclass(slots=True)
 class _Memory:
-    """Acceptance by kind of draft and position; position _MOST - 1 stands for all later ones."""
+    """Acceptance by kind of draft and index of the node; index _MOST - 1 stands for all later ones."""
 
     rates: dict[tuple[Hashable, int], _Rate] = field(default_factory=dict)
     idle: int = 0  # steps since the last draft
 
-    def observe(self, kind: Hashable, accepted: int, drafted: int) -> None:
-        for position in range(min(accepted + 1, drafted)):
-            key = (kind, min(position, _MOST - 1))
-            self.rates.setdefault(key, _Rate()).observe(position < accepted)
+    def observe(self, kind: Hashable, accepted: Set[int], num_drafted: int) -> None:
+        for node in range(_MOST):
+            if node < num_drafted:
+                self.rates.setdefault((kind, node), _Rate()).observe(node in accepted)
+            elif (kind, node) in self.rates:
+                self.rates[kind, node].fade()  # long not tried: what the nodes before it promise counts again
 
-    def mean(self, kind: Hashable, position: int, prior: float) -> float:
-        rate = self.rates.get((kind, min(position, _MOST - 1)))
+    def mean(self, kind: Hashable, node: int, prior: float) -> float:
+        rate = self.rates.get((kind, node))
         return prior if rate is None else rate.mean(prior)
+
+
+def _accepted(draft: Draft, step: Step) -> set[int]:
+    """The nodes on the accepted path, read off the emitted tokens."""
+    nodes: set[int] = set()
+    children, node = draft.children(), -1
+    for token in step.tokens[: step.num_accepted]:
+        node = next(child for child in children[node] if draft.tokens[child] == token)
+        nodes.add(node)
+    return nodes
 
 
 class Adaptive:
@@ -177,11 +193,11 @@ class Adaptive:
 
     def learn(self, steps: Sequence[Step], drafts: Sequence[Draft]) -> None:
         for step, draft in zip(steps, drafts, strict=True):
-            if len(draft) and step.tokens:
-                # After a truncated run nothing is known about the rest: count what was decided.
+            if len(draft) and step.tokens and not step.finish:  # of a run cut short not every node was decided
                 self._kinds.add(draft.kind)
+                accepted = _accepted(draft, step)
                 for memory in (self._everyone, self._memory(step.request)):
-                    memory.observe(draft.kind, step.num_accepted, min(len(draft), len(step.tokens)))
+                    memory.observe(draft.kind, accepted, len(draft))
 
     def drafted(self, requests: Sequence[Request], drafts: Sequence[Draft], seconds: float) -> None:
         longest = max(map(len, drafts))
@@ -207,10 +223,10 @@ class Adaptive:
         return self._own.setdefault(request.id, _Memory())
 
     def _survival(self, request: Request, kind: Hashable, length: int) -> list[float]:
-        own, reached, result = self._memory(request), 1.0, []
-        for position in range(min(length, self.most)):
-            reached *= own.mean(kind, position, self._everyone.mean(kind, position, _PRIOR_RATE))
-            result.append(reached)
+        own, result, prior = self._memory(request), list[float](), _PRIOR_RATE
+        for node in range(min(length, self.most)):
+            result.append(own.mean(kind, node, self._everyone.mean(kind, node, prior)))
+            prior = result[-1] ** ((node + 2) / (node + 1))  # an unknown node goes on as those before it fell
         return result
 
     def _best_survival(self, request: Request) -> list[float]:

@@ -43,9 +43,16 @@ class Meter:
             console=console,
             disable=not console.is_terminal,
             transient=True,
+            speed_estimate_period=3600.0,  # stages differ: the speed is judged by all of them
         )
         self._task = self._bar.add_task("starting", total=None)
         self._done, self._stage_end, self._tick = 0.0, 0.0, 0.0
+
+    @property
+    def fraction(self) -> float:
+        """How much of the planned work is done, 0 to 1."""
+        task = self._bar.tasks[self._task]
+        return task.completed / task.total if task.total else 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -182,11 +182,11 @@ def uncertain_prefixes(laws: ExactLaws, texts: Sequence[tuple[Sequence[int], Seq
 
     Where the law is a near certainty no test can tell anything, so draws are spent where there is a choice.
     """
-    found: list[tuple[float, tuple[int, ...]]] = []
+    widths: dict[tuple[int, ...], float] = {}
     for prompt, output in texts:
         whole = (*prompt, *output)
         laws.memo.read(whole[:-1], len(output))
         for end in range(len(prompt), len(whole)):
             p = torch.tensor(list(laws.after(whole[:end]).values()), dtype=torch.float64)
-            found.append((float(torch.special.entr(p).sum()), whole[:end]))
-    return [prefix for _, prefix in sorted(found, key=lambda pair: -pair[0])]
+            widths[whole[:end]] = float(torch.special.entr(p).sum())
+    return sorted(widths, key=lambda prefix: -widths[prefix])

@@ -9,7 +9,7 @@ a run repeats exactly.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..bench.prompts import read_prompts
@@ -99,11 +99,12 @@ def _prove_texts(ground: Ground) -> list[Outcome]:
     for temperature in ground.options.temperature:
         with meter.stage(f"texts at temperature {temperature:g}", _text_seconds(ground), num_tokens):
             outcomes.append(compare(ground, temperature))
-    for prove in (
+    proofs: list[Callable[[], Outcome]] = [
         lambda: draft_with_itself(ground, 0.0),
         lambda: draft_with_itself(ground, 1.0),
         lambda: draft_with_itself_unseeded(ground),
-    ):
+    ]
+    for prove in proofs:
         with meter.stage("the target as its own draft", SELF_PASSES * ground.pass_seconds, 1):
             outcomes.append(prove())
     return outcomes

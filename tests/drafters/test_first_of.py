@@ -51,6 +51,7 @@ def test_the_first_with_an_idea_drafts_and_the_others_are_asked_for_the_rest_onl
     found = FirstOfDrafter([a, b, c], [5, 2, 5])
     drafts = found.propose([Text(1), Text(2), Text(3), Text(4)], [3, 4, 5, 6])
     assert [d.tokens for d in drafts] == [(11,) * 3, (12,) * 2, (13,) * 5, ()]
+    assert [d.kind for d in drafts[:3]] == [(0, None), (1, None), (2, None)]  # acceptance is counted for each
     assert a.asked == [([1, 2, 3, 4], [3, 4, 5, 5])]
     assert b.asked == [([2, 3, 4], [2, 2, 2])]
     assert c.asked == [([3, 4], [5, 5])]

@@ -87,9 +87,10 @@ def test_a_layer_that_is_not_there_is_refused_and_the_model_stays_whole(model):
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "layers"), [(2, (0,)), (3, (0, 2)), (4, (0, 1, 3)), (5, (0, 1, 3, 4)), (8, (0, 1, 3, 5, 7))]
+    ("num_layers", "layers"),
+    [(2, (0,)), (3, (0, 2)), (4, (0, 1, 3)), (5, (0, 1, 3, 4)), (11, (0, 1, 2, 3, 4, 7, 8, 9, 10))],
 )
-def test_auto_keeps_the_ends_and_every_other_layer_between(num_layers, layers):
+def test_auto_leaves_out_a_fifth_from_the_middle_on(num_layers, layers):
     assert drafting_layers(LayerSkipOptions(), num_layers) == layers
 
 

@@ -1,4 +1,4 @@
-"""The controller on simulated machines: it finds the K that pays, and where none does it drafts nothing, for a while."""
+"""The controller on simulated machines: it finds the K that pays, and where none does it drafts nothing for a while."""
 
 import random
 from collections.abc import Callable, Hashable
