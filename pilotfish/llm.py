@@ -5,7 +5,7 @@ into `Completion`s. The one trick: `generate` and `stream` are the same few line
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,7 +154,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, reference: Prompt | None = None
     ) -> Iterator[Chunk]:
         """Complete one prompt, chunk by chunk; the last chunk carries the completion. Closing the stream aborts."""
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else _checked(params)
         if params.n != 1:
             raise OptionError("stream gives one completion; use generate for n > 1")
         (request,) = self._add_all([prompt], params, None if reference is None else [reference])
@@ -177,6 +177,10 @@ class LLM:
         """The token ids of a conversation, up to where the answer begins."""
         if self.tokenizer is None:
             raise PromptError("chat needs a tokenizer")
+        odd = messages if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) else next(
+            (one for one in messages if not isinstance(one, Mapping) or not {"role", "content"} <= one.keys()), None)  # fmt: skip
+        if odd is not None or not messages:
+            raise PromptError(f'messages are a list such as [{{"role": "user", "content": "Hello"}}], not {odd!r}')
         return self.tokenizer.chat([dict(message) for message in messages])
 
     def describe(self) -> str:
@@ -202,7 +206,11 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         references: Sequence[Prompt | None] | None,
     ) -> list[Request]:
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        several = isinstance(params, Sequence) and not isinstance(params, str)
+        each = list(params) if several else [SamplingParams() if params is None else params] * len(prompts)
+        each = [_checked(one) for one in each]
+        if references is not None and (isinstance(references, str) or not isinstance(references, Sequence)):
+            raise OptionError(f"references must be a list, a text (or None) for each prompt, not {references!r}")
         hints = [None] * len(prompts) if references is None else list(references)
         for name, values in (("params", each), ("references", hints)):
             if len(values) != len(prompts):
@@ -232,7 +240,10 @@ class LLM:
             return _listed(prompt)
         if self.tokenizer is None:
             raise PromptError("this model has no tokenizer: give prompts as token ids")
-        return self.tokenizer.encode(prompt, add_special_tokens=special)
+        try:
+            return self.tokenizer.encode(prompt, add_special_tokens=special)
+        except UnicodeEncodeError as error:  # half of a surrogate pair, from a text cut or decoded wrongly
+            raise PromptError(f"the text {prompt[:40]!r} is not Unicode: {error.reason} at {error.start}") from error
 
 
 def completion(request: Request, index: int = 0) -> Completion:
@@ -263,7 +274,15 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [items] if items and all(isinstance(item, int) for item in items) else items
 
 
+def _checked(params: Any) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise OptionError(f"params must be SamplingParams(...) or a list of them, one for each prompt, not {params!r}")
+    return params
+
+
 def _listed(value: Any) -> list[Any]:
+    if isinstance(value, (bytes, bytearray, Mapping, Set)):  # iterable, but what comes out is no list of ids
+        raise PromptError(f"a prompt is a text or a list of token ids, not {value!r}")
     try:
         return list(value)
     except TypeError:
@@ -274,6 +293,8 @@ def _read_options(config: Mapping[str, Any] | None, options: Mapping[str, Any]) 
     """Sort keyword arguments to their owners. Raises OptionError for one that nobody knows."""
     own = {f.name for f in fields(LoadOptions)} | {f.name for f in fields(EngineOptions)}
     speculative = {"method": "method"} | registry.keywords() | {alias: alias for alias in registry.ALIASES}
+    if config is not None and not isinstance(config, Mapping):
+        raise OptionError(f"speculative_config must be a mapping such as {{'method': 'ngram'}}, not {config!r}")
     drafting: dict[str, Any] = dict(config or {})
     for key, value in options.items():
         if key in own:

@@ -187,8 +187,11 @@ def warp(
     assert not params.greedy, "greedy decoding needs no law"
     logits_NV = process(logits_NV, params, prompt, outputs, stop_ids)
     if params.temperature != 1:
-        # From the largest down: so no temperature, however small, overflows.
-        logits_NV = (logits_NV - logits_NV.amax(1, keepdim=True)) / params.temperature
+        # From the largest down: so no temperature, however small, overflows. One that this float type would round to
+        # 0 or infinity says the same as the nearest that it has.
+        limits = torch.finfo(logits_NV.dtype)
+        temperature = min(max(params.temperature, limits.tiny), limits.max)
+        logits_NV = (logits_NV - logits_NV.amax(1, keepdim=True)) / temperature
     if params.min_p > 0:
         floor_N1 = logits_NV.amax(1, keepdim=True) + math.log(params.min_p)
         logits_NV = logits_NV.masked_fill(logits_NV < floor_N1, -math.inf)

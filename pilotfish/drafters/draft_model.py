@@ -52,8 +52,9 @@ class DraftModelOptions:
             raise OptionError(
                 f"draft_sample_method must be 'probabilistic' or 'greedy', not {self.draft_sample_method!r}"
             )
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise OptionError(f"max_model_len must be 1 or more, not {self.max_model_len}")
+        longest = self.max_model_len
+        if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
+            raise OptionError(f"max_model_len must be a whole number from 1, not {longest!r}")
 
 
 @dataclass(slots=True, kw_only=True)

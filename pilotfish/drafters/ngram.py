@@ -104,7 +104,7 @@ class NgramDrafter(Drafter):
                 self._reference[request.id].extend(request.reference)
             # The predicted text is the better guess; the request's own text comes second.
             sources.insert(0, (self._reference[request.id], request.reference))
-        for n in range(high, low - 1, -1):
+        for n in range(min(high, len(request.tokens)), low - 1, -1):
             for index, text in sources:
                 place = index.find(request.tokens, n)
                 if place is not None:

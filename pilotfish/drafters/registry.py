@@ -42,7 +42,7 @@ class CommonOptions:
         k = self.num_speculative_tokens
         if k != "auto" and (isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MAX_NODES):
             raise OptionError(f"num_speculative_tokens must be a whole number from 0 to {MAX_NODES} or auto, not {k!r}")
-        if self.rejection_sample_method not in _RULES:
+        if not isinstance(self.rejection_sample_method, str) or self.rejection_sample_method not in _RULES:
             raise unknown_name("rejection_sample_method", str(self.rejection_sample_method), _RULES)
 
     @property
@@ -94,6 +94,8 @@ def parse(config: Mapping[str, Any] | None) -> Speculation:
     for unknown keys and bad values.
     """
     given = _resolve_aliases(dict(config or {}))
+    if odd := [key for key in given if not isinstance(key, str)]:
+        raise OptionError(f"the keys of a speculative config are names, not {odd[0]!r}")
     method = given.pop("method", None) or _implied_method(given)
     if not isinstance(method, str):
         raise OptionError(f"method must be a name, not {method!r}")
@@ -197,6 +199,9 @@ def _implied_method(given: Mapping[str, Any]) -> str:
         return "draft_model"
     if any(key.startswith("prompt_lookup") for key in given):
         return "ngram"
+    for key in given:  # perhaps it is a misspelt method that is missing
+        if key not in keywords().values():
+            raise unknown_name("option", key, {"method", *keywords().values()})
     if given:
         raise OptionError(f"a speculative config needs a method: one of {', '.join(methods())}")
     return "none"

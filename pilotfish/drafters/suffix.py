@@ -64,10 +64,12 @@ class SuffixOptions:
                 to = f" to {most}" if most else ""
                 raise OptionError(f"suffix_decoding_{name} must be a whole number from {least}{to}, not {value!r}")
         factor, chance = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
-        if not (isinstance(factor, (int, float)) and 0 < factor < math.inf):
+        if isinstance(factor, bool) or not (isinstance(factor, (int, float)) and 0 < factor < math.inf):
             raise OptionError(f"suffix_decoding_max_spec_factor must be a number above 0, not {factor!r}")
-        if not (isinstance(chance, (int, float)) and 0 <= chance <= 1):
+        if isinstance(chance, bool) or not (isinstance(chance, (int, float)) and 0 <= chance <= 1):
             raise OptionError(f"suffix_decoding_min_token_prob must be in [0, 1], not {chance!r}")
+        if not isinstance(self.suffix_decoding_trees, bool):
+            raise OptionError(f"suffix_decoding_trees must be True or False, not {self.suffix_decoding_trees!r}")
 
 
 @dataclass(slots=True)

@@ -44,22 +44,23 @@ def measure(model: CausalLM, seconds: float = _SECONDS) -> PassCosts:
     """Time passes over 1 to 16 rows, interleaved, keeping the fastest of each; stops when the time is up."""
     info = model.info
     context = min(_CONTEXT, max(1, info.context - ROWS[-1]))
-    page_size = context + ROWS[-1]
+    counts = [rows for rows in ROWS if rows <= max(1, info.context - context)]
+    page_size = context + counts[-1]
     cache = model.new_cache(1, page_size)
     cache.open("costs", [0])
     cache.reserve("costs", page_size)
     model.forward(lay_out([Feed("costs", [0] * context, 0, 1)], cache, info.device), cache)
     best: dict[int, float] = {}
     started = time.perf_counter()
-    while len(best) < len(ROWS) or time.perf_counter() - started < seconds:
-        for rows in ROWS:
+    while len(best) < len(counts) or time.perf_counter() - started < seconds:
+        for rows in counts:
             batch = lay_out([Feed("costs", [0] * rows, context, rows)], cache, info.device)
             before = time.perf_counter()
             output = model.forward(batch, cache)
             float(output.logits_NV[0, 0])  # waits for a device that runs behind
             took = time.perf_counter() - before
             best[rows] = min(best.get(rows, took), took)
-            if len(best) == len(ROWS) and time.perf_counter() - started > seconds:
+            if len(best) == len(counts) and time.perf_counter() - started > seconds:
                 break
     return PassCosts(best)
 

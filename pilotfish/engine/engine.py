@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ..decoding.draft import EMPTY, Draft
@@ -198,15 +199,29 @@ class Engine:
             log.exception("the drafter failed to take in what was kept (%d failures so far)", self.num_failed_drafts)
 
     def _admissible(self, draft: Draft, limit: int) -> Draft:
-        """Cut by position, which is exact for drawn tokens too; ids must be the target's."""
+        """Cut by position, which is exact for drawn tokens too; ids must be the target's, and laws numbers.
+
+        Everything that could fail behind this point is met here, where it costs a draft and no request.
+        """
         num_ids = self.target.info.vocab_size
-        if not all(0 <= token < num_ids for token in draft.tokens):
-            raise PilotfishError(f"drafted ids {draft.tokens} are not all in the target's table of {num_ids}")
-        if draft.probs is not None and draft.probs.shape != (len(draft), num_ids):
-            raise PilotfishError(f"draft laws of shape {tuple(draft.probs.shape)}, not {(len(draft), num_ids)}")
+        if not all(type(token) is int and 0 <= token < num_ids for token in draft.tokens):
+            raise PilotfishError(f"drafted ids {draft.tokens!r} are not all in the target's table of {num_ids}")
+        hash((draft.tokens, draft.parents, draft.kind))  # a TypeError is the drafter's
+        if draft.probs is not None:
+            self._check_laws(draft.probs, (len(draft), num_ids))
         if self.rule == "block" and not draft.is_chain:
             raise PilotfishError("a draft with branches, where 'block' judges chains")
         return draft.first(limit)
+
+    def _check_laws(self, probs: Tensor, shape: tuple[int, int]) -> None:
+        device = self.target.info.device
+        if not isinstance(probs, Tensor) or not probs.is_floating_point() or probs.layout != torch.strided:
+            raise PilotfishError(f"draft laws must be a dense tensor of floats, not {type(probs).__name__}")
+        if probs.shape != shape or probs.device != device:
+            raise PilotfishError(f"draft laws of shape {tuple(probs.shape)} on {probs.device}, not {shape} on {device}")
+        low, high = probs.aminmax() if probs.numel() else (0.0, 0.0)
+        if not (low >= 0 and high < 2):  # rounding may leave a little more than 1; a NaN fails too
+            raise PilotfishError(f"draft laws with values from {float(low)} to {float(high)} are not probabilities")
 
     def _advance(self, entry: Entry, draft: Draft, judgement: Judgement | PilotfishError | None) -> Step:
         request = entry.request

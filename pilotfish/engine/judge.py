@@ -59,8 +59,9 @@ def _judge_one(request: Request, draft: Draft, logits_NV: Tensor) -> Judgement |
     context = (params, request.prompt, outputs, request.stop_ids)
     if params.greedy:
         processed_NV = process(logits_NV, *context)
-        broken = processed_NV.sum(1).isnan().tolist()
-        verdict = _match_choices(draft, likeliest(processed_NV)[0])
+        choices, values = likeliest(processed_NV)
+        broken = [math.isnan(value) or value == -math.inf for value in values]  # -inf: every id is forbidden
+        verdict = _match_choices(draft, choices)
     else:
         p_NV = warp(logits_NV, *context)
         broken = p_NV.sum(1).isnan().tolist()

@@ -17,5 +17,5 @@ def size_pool(info: ModelInfo, options: EngineOptions, max_length: int) -> int:
     if options.num_pages is not None:
         return options.num_pages
     wanted = options.max_num_seqs * (max_length + 64)
-    affordable = int(options.kv_cache_memory * 2**30) // max(1, bytes_per_token(info))
+    affordable = int(min(options.kv_cache_memory, 2**30) * 2**30) // max(1, bytes_per_token(info))
     return max(1, min(wanted, affordable) // options.block_size)

@@ -169,13 +169,18 @@ class HuggingFaceLM:
 
     @contextmanager
     def _attention(self, name: str) -> Iterator[None]:
-        """The model attends through this function; whatever happens, through its own again afterwards."""
+        """The model attends through this function, without dropout; whatever happens, as it did before afterwards."""
         config = self._config
         before = config._attn_implementation
+        training = [module for module in self.model.modules() if module.training] if self.model.training else []
         config._attn_implementation = {"": name}  # a dict: the configs nested in this one are left alone
         try:
+            for module in training:
+                module.training = False
             yield
         finally:
+            for module in training:
+                module.training = True
             config._attn_implementation = {"": before}
 
     @torch.inference_mode()
@@ -217,6 +222,8 @@ def check_against_stock(lm: CausalLM, model: Any) -> None:
         for start, stop in ((0, 4), (4, max(lengths))):
             parts = [text[start:stop] for text in texts]
             feeds = [Feed(str(n), part, start, len(part)) for n, part in enumerate(parts) if part]
+            if not feeds:  # a context of 4 tokens or less
+                continue
             logits_NV = lm.forward(lay_out(feeds, cache, info.device), cache).logits_NV
             for feed, rows in zip(feeds, torch.split(logits_NV, [len(part) for part in parts if part]), strict=True):
                 ours[int(feed.sequence)].append(rows)

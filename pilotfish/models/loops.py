@@ -33,7 +33,7 @@ _ACTIVATION_GROUPS_A_JOB = 16
 
 # -- phases ------------------------------------------------------------------------------------------------------
 #
-# `b` is the table of buffers (addresses; `quantized` lays it out), each row of a buffer `stride` floats after the one before.
+# `b` is the table of buffers (addresses; `quantized` lays it out); a buffer's rows lie `stride` floats apart.
 
 X, NORMED, BYTES, SCALES, SUMS, WIDE, QUERIES, ATTENDED, ACTIVE, PARTS, LOGITS, SCRATCH, COSINES, SINES = range(14)
 NUM_BUFFERS = COSINES + 4  # cosines and sines come in pairs, one per rotation table: Gemma 3 has two

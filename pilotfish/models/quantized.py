@@ -44,7 +44,7 @@ def slow_because() -> str | None:
 
 
 class QuantizedDecoder:
-    """See the module. Keys and values are float32. Raises nothing of its own at load."""
+    """See the module. Keys and values are float32. One pass at a time: a model is not for two threads at once."""
 
     def __init__(self, quantised: Quantised, name: str):
         self.quantised = quantised
@@ -78,7 +78,7 @@ class QuantizedDecoder:
         self._tables: WeakKeyDictionary[KVCache, Array] = WeakKeyDictionary()
         self._turns: list[tuple[Array, Array]] = []
         self._num_positions = 0
-        self._buffers: dict[int, tuple[Array, Array]] = {}
+        self._buffers: dict[tuple[int, int], tuple[Array, Array]] = {}
 
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
         return KVCache(self.info.layers, num_pages, page_size, dtype=torch.float32)
@@ -176,12 +176,12 @@ class QuantizedDecoder:
     def _workspace(self, num_rows: int) -> Array:
         """Addresses of buffers for at least this many rows; padding in them is zero and stays so."""
         size = _FEW_ROWS if num_rows <= _FEW_ROWS else _ROWS_AT_ONCE
-        if size not in self._buffers:
+        num_threads = torch.get_num_threads()  # may change at any time, and each needs its own scratch memory
+        if (size, num_threads) not in self._buffers:
             facts = self.architecture
             hidden, heads, inner = facts.hidden_size, facts.num_heads * facts.head_dim, facts.intermediate_size
             widest = -(-max(hidden, heads, inner) // GROUP) * GROUP
             wide = stride_of(max(hidden, facts.num_projected, 2 * inner))
-            num_threads = torch.get_num_threads()
             num_bytes = {
                 loops.X: size * stride_of(hidden) * 4,
                 loops.NORMED: size * stride_of(hidden) * 4,
@@ -194,8 +194,8 @@ class QuantizedDecoder:
                 loops.ACTIVE: size * stride_of(inner) * 4,
                 loops.SCRATCH: num_threads * int(self._sizes[loops.SCRATCH_BYTES]),
             }
-            self._buffers[size] = _buffers(num_bytes)
-        addresses, _ = self._buffers[size]
+            self._buffers[size, num_threads] = _buffers(num_bytes)
+        addresses, _ = self._buffers[size, num_threads]
         return addresses
 
 

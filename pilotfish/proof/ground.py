@@ -140,6 +140,17 @@ class Ground:
             entropy=seed_stream(self.options.seed, 1),
         )
 
+    def setting(self) -> Setting:
+        """Where the drafters of these engines work."""
+        found: list[Setting] = []
+
+        def note(setting: Setting) -> Drafter:
+            found.append(setting)
+            return NoDrafter()
+
+        self.engine(note, num_drafted=0)
+        return found[0]
+
     def plain_engine(self) -> Engine:
         return self.engine(lambda _setting: NoDrafter(), num_drafted=0, rule="rejection")
 

@@ -16,10 +16,10 @@ from ..bench.prompts import read_prompts
 from ..decoding.verify import Rule
 from ..drafters import registry
 from ..drafters.base import Drafter, Setting
-from ..drafters.draft_model import DraftModelDrafter, DraftModelOptions
+from ..drafters.draft_model import DraftModelDrafter, DraftModelOptions, load_draft
 from ..errors import OptionError
 from ..models.base import CausalLM, ModelInfo
-from ..models.load import Loaded, load
+from ..models.load import Loaded
 from .actors import AskewLM, Liar
 from .ground import Build, Ground, Meter, measure_pass
 from .identity import Outcome, compare, draft_with_itself, draft_with_itself_unseeded, same_in_any_shape
@@ -55,7 +55,6 @@ def run_verify(options: VerifyOptions, target: Loaded, speculation: registry.Spe
     not fit. What is wrong with the decoding itself is not raised but reported.
     """
     started = time.perf_counter()
-    speculation, draft = _with_loaded_draft(target, speculation)
     prompts = [prompt.ids(target.tokenizer) for prompt in read_prompts(options.prompts, options.limit)]
     num_drafted = 0 if speculation.method == "none" else speculation.common.num_speculative_tokens
     ground = Ground(
@@ -68,6 +67,8 @@ def run_verify(options: VerifyOptions, target: Loaded, speculation: registry.Spe
         options=options,
         meter=Meter(),
     )
+    speculation, draft = _with_loaded_draft(ground, speculation)
+    ground.build = speculation.build
     memo = MemoLM(ground.model, _memo_rows(ground))
     own, others = _own_experiments(ground, speculation, draft), _our_experiments(ground, memo, speculation, draft)
     with ground.meter.running():
@@ -196,20 +197,25 @@ def _about_the_runs(ground: Ground) -> list[Check]:
 # -- setting up --------------------------------------------------------------------------------------------------
 
 
-def _with_loaded_draft(target: Loaded, speculation: registry.Speculation) -> tuple[registry.Speculation, Loaded | None]:
+def _with_loaded_draft(
+    ground: Ground, speculation: registry.Speculation
+) -> tuple[registry.Speculation, CausalLM | None]:
     """A draft model is loaded once and shared by all runs. None: the method has none, or finds its own."""
-    model = getattr(speculation.options, "model", None)
-    if not isinstance(speculation.options, DraftModelOptions) or model is None:
+    if not isinstance(speculation.options, DraftModelOptions):
         return speculation, None
-    draft = model if isinstance(model, Loaded) else load(model, device=str(target.model.info.device))
-    return replace(speculation, options=replace(speculation.options, model=draft)), draft
+    draft = load_draft(speculation.options, ground.setting(), speculation.method)
+    return _drafting_with(draft, speculation), draft
 
 
-def _own_experiments(ground: Ground, speculation: registry.Speculation, draft: Loaded | None) -> list[Experiment]:
+def _drafting_with(draft: CausalLM, speculation: registry.Speculation) -> registry.Speculation:
+    options = replace(speculation.options, model=Loaded(draft, None), quantization="none")  # as far as loading goes
+    return replace(speculation, options=options)
+
+
+def _own_experiments(ground: Ground, speculation: registry.Speculation, draft: CausalLM | None) -> list[Experiment]:
     """The method under test, with its draft model remembered by path like the target, by each rule that it takes."""
     if draft is not None:
-        remembered = Loaded(MemoLM(draft.model, _memo_rows(ground)), draft.tokenizer)
-        speculation = replace(speculation, options=replace(speculation.options, model=remembered))
+        speculation = _drafting_with(MemoLM(draft, _memo_rows(ground)), speculation)
     num_drafted = ground.options.num_drafted
     if not ground.num_drafted:
         return [Experiment("plain decoding", speculation.build, "rejection", 0, num_drafted)]
@@ -225,7 +231,7 @@ def _own_experiments(ground: Ground, speculation: registry.Speculation, draft: L
 
 
 def _our_experiments(
-    ground: Ground, memo: MemoLM, speculation: registry.Speculation, draft: Loaded | None
+    ground: Ground, memo: MemoLM, speculation: registry.Speculation, draft: CausalLM | None
 ) -> list[Experiment]:
     """A sampled draft under every rule, and the control, which comes last."""
     askew, num_drafted = _draft_model(AskewLM(memo)), ground.options.num_drafted
@@ -295,6 +301,6 @@ def _describe_target(info: ModelInfo) -> str:
     return f"{info.name} ({str(info.dtype).removeprefix('torch.')}{exact})"
 
 
-def _describe(speculation: registry.Speculation, draft: Loaded | None) -> str:
-    about = f" ({draft.model.info.name})" if draft is not None else ""
+def _describe(speculation: registry.Speculation, draft: CausalLM | None) -> str:
+    about = f" ({draft.info.name})" if draft is not None else ""
     return f"{speculation.method}{about}, K {speculation.common.num_speculative_tokens}, rule {speculation.common.rule}"

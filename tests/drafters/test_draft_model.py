@@ -103,6 +103,22 @@ def test_after_a_rejection_it_reads_the_target_s_token():
     assert draft.num_rows == num_rows
 
 
+def test_after_steps_without_it_it_reads_what_was_said_meanwhile():
+    """Its old guesses lie where the new text goes on, and only those that came true may stay."""
+    draft = TableModel(16, order=2, num_phases=3)
+    draft.table = TARGET.table + 1.2 * torch.randn(TARGET.table.shape, generator=torch.Generator().manual_seed(1))
+    found = drafting(draft, k=4)
+    seen = watch(found)
+    limits = found.scheduler.limits_of
+    (request,) = found.add(PROMPT, SamplingParams(temperature=0, max_tokens=60))
+    for step in range(60):
+        found.scheduler.limits_of = limits if step % 4 == 0 else lambda requests: [0] * len(requests)
+        found.step()
+    assert request.finish and len(seen) > 8
+    for text, guesses in seen:
+        assert guesses.tokens == expected(text, SamplingParams(temperature=0, max_tokens=len(guesses)), draft)
+
+
 def test_prompts_longer_than_a_pass_are_read_in_passes():
     twin = TableModel(16, order=2, num_phases=3)
     found = drafting(twin, max_num_batched_tokens=7, max_num_seqs=3)
