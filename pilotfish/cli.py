@@ -219,7 +219,12 @@ def bench(model: str, method: tuple[str, ...], **values: Any) -> None:
     names = method or ((config["method"],) if "method" in config else ("ngram",))
     speculations = registry.parse_each(names, config)
     target = load(model, **asdict(flags.pick(LoadOptions, values)))
-    print_report(run_bench(options, target, speculations, engine=flags.pick(EngineOptions, values)))
+    engine = flags.pick(EngineOptions, values)
+    if options.profile:
+        from .bench.profile import print_profile, run_profile
+
+        print_profile(run_profile(options, target, speculations, engine), target)
+    print_report(run_bench(options, target, speculations, engine=engine))
 
 
 @main.command()

@@ -98,6 +98,11 @@ def test_params_for_each_and_several_choices():
         (([1, 64],), PromptError, "prompt token 64 is not an id from 0 to 63"),
         (([1, None],), PromptError, "a prompt is a text or a list of token ids, not 1"),
         ((5,), PromptError, "a prompt is a text or a list of token ids, not 5"),
+        ((b"ABC",), PromptError, "a text or a list of token ids, not b'ABC'"),
+        (({"prompt": "A"},), PromptError, "a text or a list of token ids, not {'prompt': 'A'}"),
+        (("\ud800",), PromptError, "is not Unicode: surrogates not allowed at 0"),
+        (("A", {"temperature": 0}), OptionError, "params must be SamplingParams"),
+        ((["A"], [None]), OptionError, "params must be SamplingParams"),
         (("A" * 256,), PromptError, "256 tokens and the context 256"),
         ((["A", "B"], [GREEDY]), OptionError, "2 prompts but 1 params: give one for each"),
         ((["A"], []), OptionError, "1 prompts but 0 params"),
@@ -388,3 +393,15 @@ def test_around_a_model_of_hugging_face_s():
     with torch.inference_mode():
         own = model.generate(torch.tensor([[7, 8, 9, 7, 8]]), max_new_tokens=20, do_sample=False)
     assert list(done.token_ids) == own[0, 5:].tolist()
+
+
+@pytest.mark.parametrize("messages", [None, "Hello", {"role": "user"}, [{"rol": "user"}], ["Hello"], []], ids=str)
+def test_what_is_no_conversation(messages):
+    with pytest.raises(PromptError, match="messages are a list such as"):
+        llm().chat(messages)
+
+
+@pytest.mark.parametrize("references", ["A", 5, {"A": 1}], ids=str)
+def test_references_that_are_no_list(references):
+    with pytest.raises(OptionError, match="references must be a list"):
+        llm(method="ngram").generate("A", GREEDY, references=references)

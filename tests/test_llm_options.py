@@ -37,6 +37,15 @@ def llm(**options: Any) -> LLM:
         ({"max_num_seqs": 0}, "max_num_seqs must be above 0, not 0"),
         ({"dtype": "float32"}, "belong to loading"),
         ({"dtype": "float33"}, "dtype must be auto"),
+        (
+            {"speculative_config": "ngram"},
+            "speculative_config must be a mapping such as {'method': 'ngram'}, not 'ngram'",
+        ),
+        ({"speculative_config": {"method": "ngram", 5: 1}}, "keys of a speculative config are names, not 5"),
+        ({"speculative_config": {"metod": "ngram"}}, "unknown option 'metod'; did you mean 'method'?"),
+        ({"method": "ngram", "rejection_sample_method": ["block"]}, "unknown rejection_sample_method"),
+        ({"method": "suffix", "suffix_decoding_trees": "no"}, "suffix_decoding_trees must be True or False, not 'no'"),
+        ({"draft_model": DRAFT, "draft_max_model_len": "x"}, "max_model_len must be a whole number from 1, not 'x'"),
         ({"device": "abacus"}, "device 'abacus' cannot be used"),
         ({"method": "layer_skip", "rejection_sample_method": "blck"}, "did you mean 'block'?"),
     ],
@@ -103,3 +112,16 @@ def test_it_says_what_runs():
         "method draft_model (table), K 3 | rule block"
         in llm(draft_model=DRAFT, num_speculative_tokens=3, rejection_sample_method="block").describe()
     )
+
+
+@pytest.mark.parametrize("model", [None, 5, b"demo", ["demo"]], ids=str)
+def test_what_is_no_model(model):
+    with pytest.raises(ModelError, match="a model is named by a folder"):
+        LLM(model)
+    with pytest.raises(ModelError, match="a loaded transformers model is wanted"):
+        LLM.from_model(model)
+
+
+def test_bounds_beyond_all_text_are_as_good_as_none():
+    one = llm(method="ngram", prompt_lookup_max=10**12, kv_cache_memory=float("inf"))
+    assert one.generate("A", GREEDY)[0].token_ids == oracle(MODEL.logits_of, TOKENIZER.encode("A"), GREEDY)

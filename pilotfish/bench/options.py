@@ -24,6 +24,7 @@ class BenchOptions:
         default=None, metadata={"help": "K, or several as 2,4,8,auto, each measured; the methods' own if unset"}
     )
     ignore_eos: bool = field(default=False, metadata={"help": "go on after the end of text, for equal lengths"})
+    profile: bool = field(default=False, metadata={"help": "also show where each millisecond of a step goes"})
     plot: str | None = field(default=None, metadata={"help": "also draw the results into this PNG file"})
 
     def __post_init__(self) -> None:

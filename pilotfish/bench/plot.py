@@ -133,7 +133,7 @@ def _tidy(axes: Any) -> None:
 def _title(report: Report) -> str:
     environment, settings = report.environment, report.environment.get("settings", {})
     return (
-        f"{environment.get('model')} ({environment.get('dtype')}) on {environment.get('cpu')}, "
+        f"{environment.get('model')} ({environment.get('weights')}) on {environment.get('cpu')}, "
         f"batch {settings.get('concurrency')}, temperature {settings.get('temperature'):g}"
     )
 

@@ -53,7 +53,7 @@ def _table(report: Report, wide: bool) -> Table:
     environment = report.environment
     settings = environment.get("settings", {})
     table = Table(
-        title=f"{environment.get('model')}, {environment.get('dtype')}, {environment.get('cpu')}",
+        title=f"{environment.get('model')}, {environment.get('weights')}, {environment.get('cpu')}",
         caption=_caption(environment.get("num_prompts"), settings, wide),
         caption_justify="left",
         box=box.SIMPLE_HEAD,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from ..errors import ModelError, OptionError
 from .architecture import unsupported
@@ -89,6 +90,8 @@ def load(
     Raises ModelError if it cannot be found, read, or run here.
     """
     options = LoadOptions(dtype=dtype, device=device, quantization=quantization, model_impl=model_impl)
+    if not isinstance(name, str | Path):
+        raise ModelError(f"a model is named by a folder, a hub id, a GGUF file or 'demo', not by {name!r}")
     if str(name) == DEMO:
         return _load_from(str(demo_folder()), DEMO, options)
     path = Path(name).expanduser()
@@ -109,6 +112,8 @@ def from_objects(model: Any, tokenizer: Any = None, name: str = "") -> Loaded:
     """Wrap a loaded Hugging Face model and tokenizer (or None). The model stays usable by its owner."""
     if isinstance(model, HuggingFaceLM | Decoder | QuantizedDecoder):
         return Loaded(model, None if tokenizer is None else Tokenizer(tokenizer))
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"a loaded transformers model is wanted, not {model!r}; to load one by name use LLM(name)")
     return Loaded(HuggingFaceLM(model, name), None if tokenizer is None else Tokenizer(tokenizer))
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from pilotfish.decoding.draft import EMPTY
 from pilotfish.decoding.request import Request
 from pilotfish.decoding.sampling import SamplingParams
 from pilotfish.drafters import registry
@@ -22,7 +23,7 @@ from pilotfish.drafters.base import Drafter, Setting
 from pilotfish.errors import OptionError
 from pilotfish.models.load import Loaded
 from pilotfish.paged.pages import PagePool
-from tests.adversaries import FAILING, adversaries, method_config, sampled_chain
+from tests.adversaries import FAILING, Scripted, adversaries, method_config, sampled_chain
 from tests.fakes import TableModel, drain, engine, joint_law, oracle
 
 METHODS = registry.methods()
@@ -293,10 +294,12 @@ def test_a_draft_model_that_breaks_down_after_some_tokens_is_no_bias():
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_drafter_that_lies_about_its_law_is_found_out(rule):
-    """The control: the same test sees a q that is three tenths uniform."""
+    """The control: the same test sees a q that is three tenths uniform, and drafts dropped for what was drawn."""
     honest, liar = (sampled_chain(SMALL_DRAFT.law, claim=claim) for claim in (lambda q: q, lambda q: 0.7 * q + 0.075))
+    picky = Scripted(lambda *asked: d if (d := honest.script(*asked)).tokens[0] != 3 else EMPTY)
     assert p_value(lambda _: honest, rule) > 1e-3
     assert p_value(lambda _: liar, rule) < 1e-6
+    assert p_value(lambda _: picky, rule) < 1e-6
 
 
 @pytest.mark.parametrize("name", [name for name in adversaries(SMALL) if name not in FAILING])

@@ -309,3 +309,14 @@ def test_what_is_processed_and_penalised():
     assert SamplingParams(temperature=0).greedy
     assert not SamplingParams(temperature=1e-9).greedy
     assert "top_p" in PARAM_NAMES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_temperatures_beyond_the_float_type(dtype):
+    """They round to 0 or infinity there; the law is that of the nearest temperature it has."""
+    logits_NV = torch.tensor([[1.0, 3.0, 2.0, -math.inf]], dtype=dtype)
+    for temperature in (1e-46, 1e-320):
+        assert warp(logits_NV, SamplingParams(temperature=temperature)).tolist() == [[0, 1, 0, 0]]
+    for temperature in (1e39, 1e300):
+        law_V = warp(logits_NV, SamplingParams(temperature=temperature))[0]
+        torch.testing.assert_close(law_V, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0], dtype=dtype))

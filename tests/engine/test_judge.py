@@ -115,3 +115,15 @@ def test_log_probabilities_are_the_target_s_own_after_warping(params):
         finite = [token for token, value in entry.top if math.isfinite(value)]
         assert finite == ids.tolist()[: len(finite)]
         assert len(entry.top) == min(params.logprobs, 16)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 1}, {}], ids=str)
+def test_when_every_id_is_forbidden_nothing_can_be_said(params):
+    """Not even by the argmax, which would name id 0."""
+    found = engine(MODEL)
+    (none,) = found.add([3, 1], SamplingParams(logit_bias=dict.fromkeys(range(16), -math.inf), **params))
+    (one,) = found.add([3, 1], SamplingParams(logit_bias=dict.fromkeys(range(15), -math.inf), max_tokens=3, **params))
+    drain(found)
+    assert (str(none.finish), none.output) == ("error", [])
+    assert "all ids are forbidden" in none.error
+    assert one.output == [15, 15, 15]

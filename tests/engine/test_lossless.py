@@ -217,3 +217,36 @@ def _told(answers: dict[tuple[int, ...], tuple[int, ...]]) -> Any:
         return Draft(tuple(tokens), tuple(parents)).first(limit)
 
     return Scripted(script, trees=True)
+
+
+NAN = float("nan")
+MALFORMED: dict[str, Any] = {
+    "no draft at all": None,
+    "fractions": Draft((1.0, 2.5), (-1, 0)),  # type: ignore[arg-type]
+    "truth values": Draft((True,), (-1,)),
+    "names": Draft(("a",), (-1,)),  # type: ignore[arg-type]
+    "lists": Draft([1, 2], [-1, 0]),  # type: ignore[arg-type]
+    "a kind that cannot be counted by": Draft((1,), (-1,), kind=[1]),  # type: ignore[arg-type]
+    "a law of NaN": Draft((1,), (-1,), torch.full((1, 16), NAN)),
+    "a law half NaN": Draft((1, 2), (-1, 0), torch.tensor([[0.125, NAN] * 8] * 2)),
+    "a law with infinity": Draft((1,), (-1,), torch.tensor([[0.125, float("inf")] * 8])),
+    "a law below 0": Draft((1,), (-1,), torch.full((1, 16), -1 / 16)),
+    "a law of truth values": Draft((1,), (-1,), torch.ones(1, 16, dtype=torch.bool)),
+    "a law elsewhere": Draft((1,), (-1,), torch.empty(1, 16, device="meta")),
+    "a law of another library": Draft((1,), (-1,), torch.ones(1, 16).numpy() / 16),  # type: ignore[arg-type]
+    "a sparse law": Draft((1,), (-1,), torch.ones(1, 16).to_sparse()),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_malformed_draft_fails_no_request(name, rule):
+    """Where no rule could make sense of it, the step decodes plainly."""
+    for params in (SamplingParams(temperature=0, max_tokens=9), SamplingParams(seed=3, max_tokens=9)):
+        found = engine(TABLE, Scripted(lambda _request, _limit: MALFORMED[name]), rule=rule)
+        (free,) = found.add(PROMPT, with_(params, temperature=1.0, seed=None, ignore_eos=True))
+        (request,) = found.add(PROMPT, params)
+        drain(found)
+        assert tuple(request.output) == said(PROMPT, params)
+        assert (free.finish, free.num_output) == ("length", 9)
+        assert found.num_failed_drafts > 0

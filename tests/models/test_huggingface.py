@@ -316,3 +316,19 @@ def test_some_layers_alone():
     torch.testing.assert_close(wrapped.forward(*one_pass(wrapped)).logits_NV, whole)
     with pytest.raises(ModelError, match="layer 3 "):
         wrapped.forward(*one_pass(wrapped), layers=(0, 3))
+
+
+def test_a_model_in_training_is_run_without_dropout_and_stays_in_training():
+    model = tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
+    wrapped = HuggingFaceLM(model)
+    calm = wrapped.forward(*one_pass(wrapped)).logits_NV
+    model.train()
+    model.transformer.drop.eval()
+    torch.testing.assert_close(wrapped.forward(*one_pass(wrapped)).logits_NV, calm)
+    assert model.training and model.transformer.h[0].attn.training
+    assert not model.transformer.drop.training
+
+
+@pytest.mark.parametrize("context", [2, 3, 4, 5])
+def test_very_short_contexts(context):
+    assert HuggingFaceLM(tiny_model("gpt2", n_positions=context)).info.context == context

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pilotfish.drafters import registry
+from pilotfish.drafters import draft_model, registry
 from pilotfish.drafters.draft_model import DraftModelDrafter
 from pilotfish.drafters.drawing import Run
 from pilotfish.engine import judge
@@ -216,3 +216,16 @@ def test_built_in_prompts_and_a_tokenizer(table):
     target.tokenizer.hf = type("NoTemplate", (), {"chat_template": None})
     report = run_verify(VerifyOptions(draws=300, max_tokens=8, limit=1), target, registry.parse({"method": "ngram"}))
     assert failed(report) == set()
+
+
+def test_a_draft_model_given_by_name_is_loaded_once(options, table, draft, monkeypatch):
+    loaded = []
+
+    def load(name, **how):
+        loaded.append((name, how["quantization"]))
+        return draft
+
+    monkeypatch.setattr(draft_model, "load", load)
+    report = prove(options, table, {"method": "draft_model", "model": "small", "quantization": "int8"}, draws=100)
+    assert loaded == [("small", "int8")]
+    assert "draft_model (table)" in report.method
