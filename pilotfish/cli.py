@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -147,10 +147,13 @@ def inspect(model: str, as_json: bool, **values: Any) -> None:
     from .inspection import inspect as look
 
     facts = look(model, flags.pick(LoadOptions, values), flags.pick(EngineOptions, values), _drafting(values))
+    quality = _quality(model, flags.pick(LoadOptions, values))
     if as_json:
-        click.echo(json.dumps(asdict(facts)))
-    else:
-        facts.show()
+        click.echo(json.dumps(asdict(facts) | {"quality": quality and asdict(quality)}))
+        return
+    facts.show()
+    if quality:
+        click.echo(f"against the float model: {quality.describe()}")
 
 
 @main.command()
@@ -162,6 +165,15 @@ def demo(model: str, max_tokens: int, **values: Any) -> None:
 
     if not side_by_side(model, max_tokens, flags.given(values)):
         raise SystemExit(1)
+
+
+def _quality(model: str, options: LoadOptions) -> Any:
+    """What quantisation costs, if there is any."""
+    if options.quantization == "none":
+        return None
+    from .bench.quality import measure_quality
+
+    return measure_quality(load(model, **asdict(options)), load(model, **asdict(replace(options, quantization="none"))))
 
 
 def _llm(model: str, values: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ It does not know any drafter: it tries to build each one, and the refusal is the
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
@@ -19,12 +19,15 @@ from .models.load import Loaded, LoadOptions, load
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Sizes in bytes. drafters: per method None if it works, else why not."""
+    """Sizes in bytes. weights: their format. bitwise: whether a row's logits are the same in any batch. drafters: per
+    method None if it works, else why not."""
 
     name: str
     architecture: str
-    dtype: str
+    weights: str
     device: str
+    implementation: str
+    bitwise: bool
     num_layers: int
     hidden_size: int
     vocab_size: int
@@ -39,8 +42,9 @@ class Facts:
     def show(self) -> None:
         """Print for people."""
         rows = [
-            ("model", f"{self.name} ({self.architecture}, {self.dtype}, {self.device})"),
+            ("model", f"{self.name} ({self.architecture}, {self.weights}, {self.device}, {self.implementation} decoder)"),
             ("shape", f"{self.num_layers} layers, hidden size {self.hidden_size}, vocabulary {self.vocab_size}"),
+            ("rows", "bit for bit the same in any batch" if self.bitwise else "may round differently in another batch"),
             ("context", f"{self.context} tokens"),
             ("chat template", "yes" if self.chat_template else "no"),
             ("weights", _size(self.weights_bytes)),
@@ -56,14 +60,16 @@ class Facts:
 
 def inspect(model: str, load_options: LoadOptions, engine: EngineOptions, config: Mapping[str, Any]) -> Facts:
     """Load a model and look at it. Raises ModelError if it cannot work here at all."""
-    loaded = load(model, dtype=load_options.dtype, device=load_options.device)
+    loaded = load(model, **asdict(load_options))
     info = loaded.model.info
     length = min(engine.max_model_len or info.context, info.context)
     per_token = bytes_per_token(info)
     return Facts(
         name=info.name,
         architecture=info.architecture,
-        dtype=str(info.dtype).removeprefix("torch."),
+        weights=info.quantization if info.quantization != "none" else str(info.dtype).removeprefix("torch."),
+        implementation=info.implementation,
+        bitwise=info.bitwise,
         device=str(info.device),
         num_layers=len(info.layers),
         hidden_size=info.hidden_size,

@@ -177,10 +177,11 @@ class LLM:
         """The token ids of a conversation, up to where the answer begins."""
         if self.tokenizer is None:
             raise PromptError("chat needs a tokenizer")
-        odd = messages if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) else next(
-            (one for one in messages if not isinstance(one, Mapping) or not {"role", "content"} <= one.keys()), None)  # fmt: skip
-        if odd is not None or not messages:
-            raise PromptError(f'messages are a list such as [{{"role": "user", "content": "Hello"}}], not {odd!r}')
+        fine = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
+        for one in messages if fine else [messages]:
+            if not fine or not isinstance(one, Mapping) or not {"role", "content"} <= one.keys():
+                example = '[{"role": "user", "content": "Hello"}]'
+                raise PromptError(f"messages are a list such as {example}, not {one!r}")
         return self.tokenizer.chat([dict(message) for message in messages])
 
     def describe(self) -> str:
@@ -206,9 +207,10 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         references: Sequence[Prompt | None] | None,
     ) -> list[Request]:
-        several = isinstance(params, Sequence) and not isinstance(params, str)
-        each = list(params) if several else [SamplingParams() if params is None else params] * len(prompts)
-        each = [_checked(one) for one in each]
+        if isinstance(params, Sequence) and not isinstance(params, str):
+            each = [_checked(one) for one in params]
+        else:
+            each = [SamplingParams() if params is None else _checked(params)] * len(prompts)
         if references is not None and (isinstance(references, str) or not isinstance(references, Sequence)):
             raise OptionError(f"references must be a list, a text (or None) for each prompt, not {references!r}")
         hints = [None] * len(prompts) if references is None else list(references)

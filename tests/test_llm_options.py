@@ -45,7 +45,7 @@ def llm(**options: Any) -> LLM:
         ({"speculative_config": {"metod": "ngram"}}, "unknown option 'metod'; did you mean 'method'?"),
         ({"method": "ngram", "rejection_sample_method": ["block"]}, "unknown rejection_sample_method"),
         ({"method": "suffix", "suffix_decoding_trees": "no"}, "suffix_decoding_trees must be True or False, not 'no'"),
-        ({"draft_model": DRAFT, "draft_max_model_len": "x"}, "max_model_len must be a whole number from 1, not 'x'"),
+        ({"draft_model": DRAFT, "draft_max_model_len": "x"}, "max_model_len must be 1 or more, not 'x'"),
         ({"device": "abacus"}, "device 'abacus' cannot be used"),
         ({"method": "layer_skip", "rejection_sample_method": "blck"}, "did you mean 'block'?"),
     ],

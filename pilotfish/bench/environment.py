@@ -25,8 +25,6 @@ def describe(info: ModelInfo, options: BenchOptions, *, num_prompts: int, interr
         "implementation": info.implementation,
         "quantization": info.quantization,
         "dtype": str(info.dtype).removeprefix("torch."),
-        "quantization": info.quantization,
-        "implementation": info.implementation,
         "bitwise": info.bitwise,
         "weights": info.quantization if info.quantization != "none" else str(info.dtype).removeprefix("torch."),
         "device": str(info.device),

@@ -54,7 +54,7 @@ class DraftModelOptions:
             )
         longest = self.max_model_len
         if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
-            raise OptionError(f"max_model_len must be a whole number from 1, not {longest!r}")
+            raise OptionError(f"max_model_len must be 1 or more, not {longest!r}")
 
 
 @dataclass(slots=True, kw_only=True)
