@@ -42,8 +42,9 @@ class Facts:
     def show(self) -> None:
         """Print for people."""
         rows = [
-            ("model", f"{self.name} ({self.architecture}, {self.weights}, {self.device}, {self.implementation} decoder)"),
+            ("model", f"{self.name} ({self.architecture}, {self.weights}, {self.device})"),
             ("shape", f"{self.num_layers} layers, hidden size {self.hidden_size}, vocabulary {self.vocab_size}"),
+            ("decoder", self.implementation),
             ("rows", "bit for bit the same in any batch" if self.bitwise else "may round differently in another batch"),
             ("context", f"{self.context} tokens"),
             ("chat template", "yes" if self.chat_template else "no"),

@@ -73,7 +73,11 @@ class Engine:
         options = options or EngineOptions()
         self.target, self.options, self.tokenizer, self.rule = target, options, tokenizer, rule
         self.num_speculative_tokens, self.entropy = num_speculative_tokens, entropy
-        self.max_length = min(options.max_model_len or target.info.context, target.info.context)
+        self.max_length = options.max_model_len or target.info.context
+        if self.max_length > target.info.context:
+            raise OptionError(
+                f"max_model_len {self.max_length} is more than {target.info.name} takes ({target.info.context} tokens)"
+            )
         self.cache = target.new_cache(size_pool(target.info, options, self.max_length), options.block_size)
         self.cache.prefix_sharing = options.enable_prefix_caching
         self.controller: Controller = (
@@ -208,20 +212,28 @@ class Engine:
             raise PilotfishError(f"drafted ids {draft.tokens!r} are not all in the target's table of {num_ids}")
         hash((draft.tokens, draft.parents, draft.kind))  # a TypeError is the drafter's
         if draft.probs is not None:
-            self._check_laws(draft.probs, (len(draft), num_ids))
+            limit = min(limit, self._num_laws(draft.probs, (len(draft), num_ids)))
         if self.rule == "block" and not draft.is_chain:
             raise PilotfishError("a draft with branches, where 'block' judges chains")
         return draft.first(limit)
 
-    def _check_laws(self, probs: Tensor, shape: tuple[int, int]) -> None:
+    def _num_laws(self, probs: Tensor, shape: tuple[int, int]) -> int:
+        """How many nodes have a law, before the first that is no probabilities. A law knows only the draws before its
+        own, so a cut there is exact, while dropping the whole draft for it would be choosing by what was drawn."""
         device = self.target.info.device
         if not isinstance(probs, Tensor) or not probs.is_floating_point() or probs.layout != torch.strided:
             raise PilotfishError(f"draft laws must be a dense tensor of floats, not {type(probs).__name__}")
         if probs.shape != shape or probs.device != device:
             raise PilotfishError(f"draft laws of shape {tuple(probs.shape)} on {probs.device}, not {shape} on {device}")
-        low, high = probs.aminmax() if probs.numel() else (0.0, 0.0)
-        if not (low >= 0 and high < 2):  # rounding may leave a little more than 1; a NaN fails too
-            raise PilotfishError(f"draft laws with values from {float(low)} to {float(high)} are not probabilities")
+        if len(probs) == 0:
+            return 0
+        low_N, high_N = probs.aminmax(dim=1)
+        fine_N = ((low_N >= 0) & (high_N < 2)).tolist()  # rounding may leave a little more than 1; a NaN fails too
+        if all(fine_N):
+            return len(fine_N)
+        self.num_failed_drafts += 1
+        log.error("a draft's law is no probabilities; it is cut there (%d failures so far)", self.num_failed_drafts)
+        return fine_N.index(False)
 
     def _advance(self, entry: Entry, draft: Draft, judgement: Judgement | PilotfishError | None) -> Step:
         request = entry.request

@@ -62,7 +62,7 @@ def test_a_branching_draft_under_block_is_not_drafted():
         engine(MODEL, random_trees(16), rule="block")
 
 
-@pytest.mark.parametrize("also", [{"observe"}, {"release"}, {"observe", "release"}], ids=str)
+@pytest.mark.parametrize("also", [{"observe"}, {"release"}, {"observe", "release"}], ids=["observe", "release", "both"])
 def test_a_drafter_that_fails_anywhere_fails_no_request(also):
     found = engine(MODEL, Faulty(foresight(MODEL), also))
     requests = [found.add([3, 1], params)[0] for params in (GREEDY, SEEDED)]
