@@ -12,7 +12,7 @@ from .errors import (
     PromptError,
     UserError,
 )
-from .llm import LLM, Chunk, Completion, Usage
+from .llm import LLM, Chunk, Completion, Interrupted, Usage
 
 __version__ = version.VERSION
 
@@ -22,6 +22,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "DraftError",
+    "Interrupted",
     "ModelError",
     "OptionError",
     "PilotfishError",

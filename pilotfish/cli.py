@@ -202,9 +202,16 @@ def _params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def _print_json(llm: Any, prompt: Any, params: SamplingParams, reference: str | None) -> None:
-    completions = llm.generate([prompt], params, references=None if reference is None else [reference])
+    from .llm import Interrupted
+
+    try:
+        completions, status = llm.generate([prompt], params, references=[reference]), 0
+    except Interrupted as interrupt:
+        completions, status = interrupt.completions, 130
     for one in completions:
         click.echo(json.dumps(asdict(one), ensure_ascii=False))
+    if status:
+        raise SystemExit(status)
 
 
 def _lines() -> Iterator[str]:

@@ -70,6 +70,14 @@ class Chunk:
         return "".join(self.pieces)
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during `LLM.generate`. completions: what there was by then, cut short (``abort``) or already finished."""
+
+    def __init__(self, completions: list[Completion]):
+        super().__init__("interrupted")
+        self.completions = completions
+
+
 @dataclass(frozen=True, slots=True)
 class _Settings:
     load: LoadOptions
@@ -145,7 +153,11 @@ class LLM:
         try:
             while any(not request.finish for request in requests):
                 self._step()
-        finally:  # an interrupt or an error leaves no request behind
+        except KeyboardInterrupt as interrupt:
+            for request in requests:
+                self.engine.abort(request)
+            raise Interrupted([completion(request, i) for i, request in enumerate(requests)]) from interrupt
+        finally:  # an error leaves no request behind
             for request in requests:
                 self.engine.abort(request)
         return [completion(request, i) for i, request in enumerate(requests)]

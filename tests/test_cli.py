@@ -100,6 +100,7 @@ def test_a_draft_model_drafts(model: str) -> None:
         (["--method", "draft_model"], "needs a draft model"),
         (["--method", "draft_model", "--draft-model", "./nowhere"], "there is no folder nowhere"),
         (["--num-pages", "1"], "raise num_pages"),
+        (["--num-pages", str(10**15)], "lower num_pages"),
         (["--max-model-len", "4"], "the prompt has 6 tokens and the context 4"),
         (["--speculative-config", "{"], "not JSON"),
         (["--speculative-config", '{"method": "ngram", "prompt_lookup_mx": 3}'], "did you mean 'prompt_lookup_max'?"),
@@ -152,6 +153,22 @@ def test_an_interrupt_shows_what_there_is_and_why_it_ends(model: str, monkeypatc
     assert "finish reason: abort" in result.stderr
     assert len(result.stdout.strip("\n")) > 0
     assert engines[0].cache.pool.num_held == 0
+
+
+def test_an_interrupt_of_json_gives_what_there_is(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: Iterator[int] = iter(range(4))
+    step = Engine.step
+
+    def interrupted(engine: Engine) -> Any:
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    result = run("generate", "abc", "-m", model, "--json", "--n", "2", "--seed", "1", "--max-tokens", "50")
+    assert result.exit_code == 130
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(len(answer["token_ids"]), answer["finish_reason"]) for answer in answers] == [(3, "abort")] * 2
 
 
 def test_chat_remembers_what_was_said(model: str) -> None:

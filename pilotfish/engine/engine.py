@@ -20,14 +20,15 @@ from ..decoding.request import FinishReason, Request, Step, TextStream
 from ..decoding.sampling import SamplingParams
 from ..decoding.verify import Rule, Verdict
 from ..drafters.base import Drafter, Setting
-from ..errors import OptionError, PilotfishError, PromptError
+from ..errors import CapacityError, OptionError, PilotfishError, PromptError
 from ..models.base import CausalLM
 from ..models.tokenizer import Tokenizer
 from ..paged.batch import lay_out
+from ..paged.cache import KVCache
 from .controller import Adaptive, Controller, Fixed
 from .costs import measured
 from .judge import Judgement, judge
-from .memory import size_pool
+from .memory import bytes_per_token, size_pool
 from .options import EngineOptions
 from .scheduler import Entry, Plan, Scheduler
 
@@ -78,7 +79,7 @@ class Engine:
             raise OptionError(
                 f"max_model_len {self.max_length} is more than {target.info.name} takes ({target.info.context} tokens)"
             )
-        self.cache = target.new_cache(size_pool(target.info, options, self.max_length), options.block_size)
+        self.cache = self._new_cache(options)
         self.cache.prefix_sharing = options.enable_prefix_caching
         self.controller: Controller = (
             Adaptive(measured(target)) if num_speculative_tokens == "auto" else Fixed(num_speculative_tokens)
@@ -103,6 +104,18 @@ class Engine:
             raise OptionError("rejection_sample_method 'block' is for chains, and this method drafts trees")
         self._next_id = 0
         self.num_failed_drafts = 0
+
+    def _new_cache(self, options: EngineOptions) -> KVCache:
+        info = self.target.info
+        num_pages = size_pool(info, options, self.max_length)
+        try:
+            return self.target.new_cache(num_pages, options.block_size)
+        except (RuntimeError, MemoryError, OverflowError) as error:
+            size = num_pages * options.block_size * bytes_per_token(info) / 2**30
+            raise CapacityError(
+                f"a pool of {num_pages} pages needs {size:.1f} GiB, which {info.device} does not have; lower num_pages "
+                "(or kv_cache_memory)"
+            ) from error
 
     # -- requests ------------------------------------------------------------------------------------------------
 
