@@ -98,7 +98,10 @@ def _sampling_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 def generate(
     prompt: str | None, file: Any, raw: bool, reference: Any, as_json: bool, model: str, **values: Any
 ) -> None:
-    """Complete PROMPT, streaming. On a terminal, drafted and accepted tokens are coloured."""
+    """Complete PROMPT, streaming.
+
+    On a terminal, tokens that were drafted and accepted are coloured.
+    """
     if (prompt is None) == (file is None):
         raise OptionError("give either PROMPT or --file")
     text = prompt if file is None else file.read()
@@ -124,7 +127,10 @@ def generate(
 @_drafting_flags()
 @_sampling_flags
 def chat(system: str | None, model: str, **values: Any) -> None:
-    """Talk to the model; an empty line or Ctrl-D ends it, Ctrl-C cuts an answer short."""
+    """Talk to the model.
+
+    An empty line or Ctrl-D ends the talk, Ctrl-C cuts an answer short.
+    """
     from .terminal import show
 
     params = _params(values)
@@ -143,7 +149,10 @@ def chat(system: str | None, model: str, **values: Any) -> None:
 @flags.from_fields(LoadOptions, EngineOptions)
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
 def inspect(model: str, as_json: bool, **values: Any) -> None:
-    """Architecture and memory of MODEL, what can draft for it, and why not."""
+    """Say what MODEL is and what can draft for it.
+
+    Architecture, memory, and for each method why it cannot draft, if so.
+    """
     from .inspection import inspect as look
 
     facts = look(model, flags.pick(LoadOptions, values), flags.pick(EngineOptions, values), _drafting(values))
@@ -160,7 +169,10 @@ def inspect(model: str, as_json: bool, **values: Any) -> None:
 @_model_flags
 @click.option("--max-tokens", default=96, show_default=True, help="new tokens of each run")
 def demo(model: str, max_tokens: int, **values: Any) -> None:
-    """Generate with and without drafting, side by side: both speeds, acceptance, and whether the texts agree."""
+    """Show decoding with and without drafting.
+
+    Ends with both speeds, the mean acceptance length, and whether the texts agree.
+    """
     from .terminal import side_by_side
 
     if not side_by_side(model, max_tokens, flags.given(values)):
@@ -230,7 +242,10 @@ def _lines() -> Iterator[str]:
 @_drafting_flags(several=True, without=["num_speculative_tokens"])
 @flags.from_fields(BenchOptions)
 def bench(model: str, method: tuple[str, ...], **values: Any) -> None:
-    """Plain decoding and each --method in turns: a table, and one JSON document as the last line."""
+    """Measure methods beside plain decoding.
+
+    They take turns on the same prompts. A table, and one JSON document as the last line.
+    """
     from .bench import print_report, run_bench
 
     options = flags.pick(BenchOptions, values)
@@ -252,7 +267,10 @@ def bench(model: str, method: tuple[str, ...], **values: Any) -> None:
 @_drafting_flags()
 @flags.from_fields(VerifyOptions)
 def verify(model: str, **values: Any) -> None:
-    """Prove on your own models that drafting changes nothing; exit status 1 if it does."""
+    """Prove that drafting changes nothing.
+
+    On your own models, in some minutes; exit status 1 if it does change something.
+    """
     from .proof import print_report, run_verify
 
     speculation = registry.parse(_drafting(values))
@@ -268,7 +286,10 @@ def verify(model: str, **values: Any) -> None:
 @_drafting_flags(several=True, without=["num_speculative_tokens"])
 @flags.from_fields(TuneOptions)
 def tune(model: str, method: tuple[str, ...], **values: Any) -> None:
-    """Find what pays on your prompts and your machine; the winner goes into a file for --speculative-config @FILE."""
+    """Find what pays on your prompts here.
+
+    Every method that fits is measured; the winner goes into a file for --speculative-config @FILE.
+    """
     from .bench.tune import fitting, print_ranking, run_tune
 
     options, engine = flags.pick(TuneOptions, values), flags.pick(EngineOptions, values)

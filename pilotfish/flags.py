@@ -89,9 +89,12 @@ def _option(spec: "dataclasses.Field[Any]", hint: Any, shown: object) -> Callabl
     name = str(spec.metadata.get("flag", spec.name))
     flag = name.replace("_", "-")
     text = str(spec.metadata["help"])
+    kind, many = _type_of(hint)
+    if many:
+        text += "; may be given several times"
+        shown = ", ".join(map(str, shown)) if isinstance(shown, (tuple, list)) else shown
     if shown is not None and shown is not dataclasses.MISSING:
         text += f"  [default: {str(shown).lower() if isinstance(shown, bool) else shown}]"
-    kind, many = _type_of(hint)
     if kind is bool:
         return click.option(f"--{flag}/--no-{flag}", name, default=None, help=text)
     return click.option(f"--{flag}", name, type=kind, multiple=many, default=None, help=text)

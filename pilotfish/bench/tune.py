@@ -28,7 +28,7 @@ class TuneOptions:
 
     prompts: str | None = field(default=None, metadata={"help": "JSONL with turns or prompt; our own few if unset"})
     limit: int = field(default=10, metadata={"help": "take this many prompts, spread over the categories"})
-    repeats: int = field(default=1, metadata={"help": "how often each prompt is measured with each choice"})
+    repeats: int = field(default=2, metadata={"help": "how often each prompt is measured with each choice"})
     max_tokens: int = field(default=64, metadata={"help": "new tokens per prompt"})
     temperature: float = field(default=0.0, metadata={"help": "0 is greedy"})
     seed: int | None = field(default=None, metadata={"help": "fixes sampled texts"})
@@ -112,7 +112,7 @@ def fitting(
 def print_ranking(choices: Sequence[Choice], reasons: Mapping[str, str], out: str) -> None:
     """A table for people; the last line of stdout is the winner as JSON."""
     table = Table(title="what pays here")
-    for name in ("method", "K", "tokens/s", "speed-up", "predicted", "tokens per pass", "same text"):
+    for name in ("method", "K", "tokens/s", "speed-up", "spread", "predicted", "tokens per pass", "same text"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for choice in choices:
         row = choice.row
@@ -121,6 +121,7 @@ def print_ranking(choices: Sequence[Choice], reasons: Mapping[str, str], out: st
             "" if row.method == "none" else str(row.num_speculative_tokens),
             _show(row.tokens_per_second, 1),
             _show(row.speedup),
+            "" if row.speedup_spread is None else "-".join(map(_show, row.speedup_spread)),
             _show(row.predicted_speedup_measured_verify),
             _show(row.mean_acceptance_length),
             {True: "yes", False: "no", None: ""}[row.identical],

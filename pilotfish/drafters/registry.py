@@ -103,6 +103,8 @@ def parse(config: Mapping[str, Any] | None) -> Speculation:
     common = {f.name for f in fields(CommonOptions)}
     own = {f.name for f in fields(options_class)}
     for key in given:
+        if key == "model" and key not in own:
+            raise OptionError(f"method {method!r} takes no draft model; leave it out, or use method 'draft_model'")
         if key not in common | own:
             raise unknown_name(f"option for method {method!r}:", key, common | own)
     return Speculation(

@@ -105,7 +105,10 @@ def load(
         return _load_from(str(path), str(name), options)
     if path.is_absolute() or str(name).startswith((".", "~")):
         raise ModelError(f"there is no folder {path}")
-    return _load_from(str(name), str(name), options)
+    try:
+        return _load_from(str(name), str(name), options)
+    except ModelError as error:
+        raise ModelError(f"{error} (there is no folder {str(name)!r} here, so it was looked up on the hub)") from error
 
 
 def from_objects(model: Any, tokenizer: Any = None, name: str = "") -> Loaded:

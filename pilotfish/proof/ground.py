@@ -31,7 +31,10 @@ TYPICAL_DRAFT = 5  # nodes, where a controller decides
 
 
 class Meter:
-    """One progress bar on stderr over all stages. Work is counted in expected seconds, so the time left is honest."""
+    """One progress bar on stderr over all stages; into a file or a pipe, one line a stage.
+
+    Work is counted in expected seconds, so the time left is honest.
+    """
 
     def __init__(self, console: Console | None = None):
         console = console or Console(stderr=True)
@@ -45,6 +48,7 @@ class Meter:
             transient=True,
             speed_estimate_period=3600.0,  # stages differ: the speed is judged by all of them
         )
+        self._console, self._lines = console, not console.is_terminal
         self._task = self._bar.add_task("starting", total=None)
         self._done, self._stage_end, self._tick = 0.0, 0.0, 0.0
 
@@ -61,12 +65,16 @@ class Meter:
 
     def plan(self, seconds: float) -> None:
         """How much work there will be in all."""
+        if self._lines:
+            self._console.print(f"verify: about {seconds:.0f} s in all", highlight=False)
         self._bar.update(self._task, total=seconds)
 
     @contextmanager
     def stage(self, name: str, seconds: float, num_ticks: int) -> Iterator[None]:
         """A part of the work; ``tick`` counts its steps, and at its end it is done whatever was counted."""
         self._bar.update(self._task, description=name)
+        if self._lines:
+            self._console.print(f"verify: {name} (about {seconds:.0f} s)", highlight=False, soft_wrap=True)
         self._stage_end, self._tick = self._done + seconds, seconds / max(1, num_ticks)
         yield
         self._done = self._stage_end

@@ -77,7 +77,7 @@ def test_the_rules_by_name():
         ({"method": 3}, "method must be a name, not 3"),
         ({"method": "base"}, "unknown method 'base'"),
         ({"method": "ngram", "prompt_lookup_mx": 3}, "'prompt_lookup_mx'; did you mean 'prompt_lookup_max'?"),
-        ({"method": "ngram", "model": "x"}, "unknown option for method 'ngram': 'model'"),
+        ({"method": "ngram", "model": "x"}, "method 'ngram' takes no draft model"),
         ({"method": "none", "prompt_lookup_max": 3}, "unknown option for method 'none'"),
         ({"num_speculative_tokens": 3}, "needs a method: one of "),
         ({"assistant_model": "x", "model": "y"}, "'assistant_model' and 'model' mean the same; give one"),
