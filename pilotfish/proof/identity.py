@@ -5,7 +5,8 @@ It does not know laws or statistics. The one trick: sampled texts can be compare
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 
 from torch import Tensor
 
@@ -21,8 +22,33 @@ from .report import Check
 from .rounding import Divergence, can_round, divergence, plausible, row_in_shapes, spread
 
 SELF_PROMPTS, SELF_TOKENS, SELF_DRAFTED = 2, 24, 3
+SHAPED_PROMPTS, SHAPED_TEMPERATURE = 2, 0.7
 LEAST_SELF_ACCEPTANCE = 0.999
 _SELF_BESIDE = SELF_PROMPTS * (1 + SELF_DRAFTED) - 1  # rows of its verification passes beside any one of them
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """More parameters of a text: all that depends on the tokens before a row, and with ``warped`` all of `warp`."""
+
+    name: str
+    warped: bool
+
+    def of(self, ground: Ground, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
+        """Bias falls on ids of the prompt, which the text is likely to meet again."""
+        return replace(
+            params,
+            repetition_penalty=1.2,
+            presence_penalty=0.5,
+            frequency_penalty=0.5,
+            logit_bias={token: (-1.0, 1.0)[number % 2] for number, token in enumerate(sorted(set(prompt))[:4])},
+            min_tokens=(params.max_tokens + 1) // 2,
+            top_p=0.9 if self.warped else 1.0,
+            min_p=0.02 if self.warped else 0.0,
+        )
+
+
+PENALTIES, EVERYTHING = Shape("with penalties", False), Shape("with every parameter", True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,38 +64,48 @@ class Outcome:
         return sum(found.near_tie for found in self.divergences)
 
 
-def compare(ground: Ground, temperature: float) -> Outcome:
-    """Decode every prompt alone and plainly, then all of them in one batch with drafting, and compare."""
+def compare(ground: Ground, temperature: float, shape: Shape | None = None) -> Outcome:
+    """Decode every prompt alone and plainly, then all of them in one batch with drafting, and compare.
+
+    shape: more parameters, for the first prompts only, and with the target as its own draft as well.
+    """
+    prompts = ground.prompts[: SHAPED_PROMPTS if shape else None]
+    all_params = [ground.params(number, temperature) for number in range(len(prompts))]
+    if shape:
+        all_params = [shape.of(ground, prompt, params) for prompt, params in zip(prompts, all_params, strict=True)]
     plain = []
-    for number, prompt in enumerate(ground.prompts):  # one at a time: the text as it is with nothing beside it
+    for prompt, params in zip(
+        prompts, all_params, strict=True
+    ):  # one at a time: the text as it is with nothing beside it
         engine = ground.plain_engine()
-        plain += engine.add(prompt, ground.params(number, temperature))
+        plain += engine.add(prompt, params)
         drive(engine, ground.watch, lambda event: ground.meter.tick(len(event.tokens)))
-    engine = ground.engine()
-    drafted = [
-        request
-        for number, prompt in enumerate(ground.prompts)
-        for request in engine.add(prompt, ground.params(number, temperature))
-    ]
-    drive(engine, ground.watch, lambda event: ground.meter.tick(len(event.tokens)))
+    drafted = list[Request]()
+    # A method that is seldom right would hardly show how the rows deep in a draft are shaped; the target itself does.
+    for engine in (ground.engine(), _self_drafting(ground)[0]) if shape else (ground.engine(),):
+        for prompt, params in zip(prompts, all_params, strict=True):
+            drafted += engine.add(prompt, params)
+        drive(engine, ground.watch, lambda event: ground.meter.tick(len(event.tokens)))
     broken = [str(request.error) for request in (*plain, *drafted) if request.finish == FinishReason.ERROR]
     found = [
         divergence
-        for one, other in zip(plain, drafted, strict=True)
+        for one, other in zip(cycle(plain), drafted, strict=False)
         if (divergence := _first_divergence(ground, one, other)) is not None
     ]
     faults = [f"prompt error: {error}" for error in broken] + [str(one) for one in found if not one.near_tie]
     near_ties = [str(one) for one in found if one.near_tie]
     num_tokens = sum(request.num_output for request in plain)
     check = Check(
-        f"text at temperature {temperature:g}" + (" (seeded)" if temperature else ""),
+        f"text at temperature {temperature:g}"
+        + (f" {shape.name}" if shape else "")
+        + (" (seeded)" if temperature else ""),
         not faults,
         len(faults),
         0,
         "; ".join([f"{len(plain)} prompts, {num_tokens} tokens; {_drafting(drafted)}", *faults, *near_ties]),
         "a text with drafting is not the text without it",
     )
-    return Outcome(check, tuple(found), tuple(tuple(request.output) for request in plain))
+    return Outcome(check, tuple(found), () if shape else tuple(tuple(request.output) for request in plain))
 
 
 def draft_with_itself(ground: Ground, temperature: float) -> Outcome:
@@ -82,7 +118,7 @@ def draft_with_itself(ground: Ground, temperature: float) -> Outcome:
         draft = witness.take(event.request)
         num_accepted += event.num_accepted
         if _rejected(event):
-            found.append(_rejection(ground, event, draft, temperature))
+            found.append(_rejection(ground, event, draft))
 
     engine, witness = _self_drafting(ground)
     for number, prompt in enumerate(ground.prompts[:SELF_PROMPTS]):
@@ -174,12 +210,13 @@ def _first_divergence(ground: Ground, plain: Request, drafted: Request) -> Diver
         one[same:],
         other[same:],
         ground.num_beside,
-        temperature=plain.params.temperature,
+        params=plain.params,
         seed=plain.seed,
+        stop_ids=plain.stop_ids,
     )
 
 
-def _rejection(ground: Ground, event: Event, draft: Draft, temperature: float) -> Divergence:
+def _rejection(ground: Ground, event: Event, draft: Draft) -> Divergence:
     """The emitted token against the guess that it replaced."""
     request = event.request
     return divergence(
@@ -189,8 +226,9 @@ def _rejection(ground: Ground, event: Event, draft: Draft, temperature: float) -
         request.tokens[-1:],
         draft.tokens[event.num_accepted :],
         _SELF_BESIDE,
-        temperature=temperature,
+        params=request.params,
         seed=request.seed,
+        stop_ids=request.stop_ids,
     )
 
 

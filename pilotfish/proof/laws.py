@@ -1,4 +1,4 @@
-"""Thousands of draws from the engine against the target's exact law: accepted, residual and bonus tokens, and pairs.
+"""Thousands of draws from the engine against the target's exact law: accepted, residual and bonus tokens, and texts.
 
 It does not know rules or drafters from the inside. The one trick: target and draft are remembered by token path
 (`MemoLM`), so a draw costs no pass, while everything between the logits and the emitted tokens is the engine's own
@@ -33,21 +33,34 @@ _ROUNDING = 1e-6  # what float32 laws may differ by from float64 ones, in all
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Who drafts, and which rule judges. number: its own seeds. num_drafted: most nodes of a draft."""
+    """Who drafts, and which rule judges. number: its own seeds. num_drafted: most nodes of a draft.
+
+    length: of the texts whose joint law is tested. room: tokens a request may emit beyond a full draft; each makes the
+    paths that the models are asked about longer.
+    """
 
     name: str
     build: Build
     rule: Rule
     number: int
     num_drafted: int
+    length: int = 2
+    room: int = 2
+
+    def __post_init__(self) -> None:
+        assert 2 <= self.length <= self.num_drafted + self.room
 
 
 @dataclass(slots=True)
 class Tallies:
-    """What was drawn. The first three are exact for every rule and drafter; the other two for `rejection` on chains."""
+    """What was drawn. The first four are exact for every rule and drafter; the other two for `rejection` on chains.
+
+    pair: the first two tokens; text: the first ``length``, where those are more.
+    """
 
     first: Tally = field(default_factory=Tally)
     pair: Tally = field(default_factory=Tally)
+    text: Tally = field(default_factory=Tally)
     bonus: Tally = field(default_factory=Tally)
     accepted: Tally = field(default_factory=Tally)
     residual: Tally = field(default_factory=Tally)
@@ -56,32 +69,41 @@ class Tallies:
 
 
 class ExactLaws:
-    """The target's laws at temperature 1 with top_k, by token path: {token: probability} over its support."""
+    """The target's laws with top_k, temperature and top_p, by token path: {token: probability} over its support."""
 
-    def __init__(self, memo: MemoLM, top_k: int):
-        self.memo, self.top_k = memo, top_k
+    def __init__(self, memo: MemoLM, top_k: int, temperature: float = 1.0, top_p: float = 1.0):
+        self.memo, self.top_k, self.temperature, self.top_p = memo, top_k, temperature, top_p
         self._laws: dict[tuple[int, ...], Mapping[int, float]] = {}
-        self._pairs: dict[tuple[int, ...], Mapping[Any, float]] = {}
+        self._joint: dict[tuple[tuple[int, ...], int], Mapping[Any, float]] = {}
 
     def after(self, path: tuple[int, ...]) -> Mapping[int, float]:
         if path not in self._laws:
-            self._laws[path] = exact_law(self.memo.logits(path), self.top_k)
+            self._laws[path] = exact_law(self.memo.logits(path), self.top_k, self.temperature, self.top_p)
         return self._laws[path]
 
-    def pairs(self, path: tuple[int, ...]) -> Mapping[Any, float]:
-        """The joint law of the next two tokens."""
-        if path not in self._pairs:
-            self._pairs[path] = {
-                (x, y): p * p_next for x, p in self.after(path).items() for y, p_next in self.after((*path, x)).items()
-            }
-        return self._pairs[path]
+    def joint(self, path: tuple[int, ...], length: int) -> Mapping[Any, float]:
+        """The law of the next ``length`` tokens together."""
+        if (path, length) not in self._joint:
+            law: dict[tuple[int, ...], float] = {(): 1.0}
+            for _ in range(length):
+                law = {(*text, x): p * q for text, p in law.items() for x, q in self.after((*path, *text)).items()}
+            self._joint[path, length] = law
+        return self._joint[path, length]
 
 
-def exact_law(logits_V: Tensor, top_k: int) -> dict[int, float]:
-    """softmax over the top_k likeliest tokens (ties at the edge included), float64."""
+def exact_law(logits_V: Tensor, top_k: int, temperature: float = 1.0, top_p: float = 1.0) -> dict[int, float]:
+    """softmax over the top_k likeliest tokens (ties at the edge included), then over the nucleus of those, float64."""
     logits_V = logits_V.double()
     kept = torch.nonzero(logits_V >= logits_V.topk(min(top_k, len(logits_V))).values[-1]).squeeze(1)
-    return dict(zip(kept.tolist(), logits_V[kept].softmax(0).tolist(), strict=True))
+    law = dict(zip(kept.tolist(), (logits_V[kept] / temperature).softmax(0).tolist(), strict=True))
+    if top_p == 1:
+        return law
+    nucleus: dict[int, float] = {}
+    for token in sorted(law, key=lambda token: (-law[token], token)):
+        if sum(nucleus.values()) >= top_p:
+            break
+        nucleus[token] = law[token]
+    return {token: p / sum(nucleus.values()) for token, p in nucleus.items()}
 
 
 def draw(
@@ -94,23 +116,26 @@ def draw(
     watch: Watch,
     tick: Callable[[], None] = lambda: None,
 ) -> Tallies:
-    """Draw two or more tokens after each prefix, ``num_draws`` times in all, and count what came."""
+    """Draw ``length`` or more tokens after each prefix, ``num_draws`` times in all, and count what came."""
     tallies = Tallies()
     for number, prefix in enumerate(prefixes):
         seeds = seed_stream(fold(seed, 1 + number), 2 + experiment.number)
-        engine = _engine(laws.memo, experiment, len(prefix) + experiment.num_drafted + 4, seeds)
+        most = experiment.num_drafted + experiment.room
+        engine = _engine(laws.memo, experiment, len(prefix) + most + 2, seeds)
         coupled = experiment.rule == "coupled"
         for _ in range(num_draws // len(prefixes)):
             engine.add(
                 prefix,
                 SamplingParams(
+                    temperature=laws.temperature,
                     top_k=laws.top_k,
-                    max_tokens=experiment.num_drafted + 2,
+                    top_p=laws.top_p,
+                    max_tokens=most,
                     ignore_eos=True,
                     seed=seeds() if coupled else None,
                 ),
             )
-        drive(engine, watch, _Counter(engine, laws, tallies, experiment.rule, tick))
+        drive(engine, watch, _Counter(engine, laws, tallies, experiment, tick))
     return tallies
 
 
@@ -127,12 +152,14 @@ def _engine(memo: MemoLM, experiment: Experiment, longest: int, seeds: Callable[
 
 
 class _Counter:
-    """Sorts each step of each draw into the tallies, and ends a draw at its second token."""
+    """Sorts each step of each draw into the tallies, and ends a draw when its text is long enough."""
 
-    def __init__(self, engine: Engine, laws: ExactLaws, tallies: Tallies, rule: Rule, tick: Callable[[], None]):
+    def __init__(
+        self, engine: Engine, laws: ExactLaws, tallies: Tallies, experiment: Experiment, tick: Callable[[], None]
+    ):
         assert isinstance(engine.drafter, Witness)
         self.engine, self.witness, self.laws, self.tallies = engine, engine.drafter, laws, tallies
-        self.rule, self.tick = rule, tick
+        self.rule, self.length, self.tick = experiment.rule, experiment.length, tick
 
     def __call__(self, event: Event) -> None:
         if not event.tokens:
@@ -146,8 +173,10 @@ class _Counter:
             tallies.first.add(path, self.laws.after(path), event.tokens[0])
         if len(draft) and draft.is_chain:
             self._count_classes(path, draft, event)
-        if request.num_output >= 2:
-            tallies.pair.add(request.prompt, self.laws.pairs(request.prompt), tuple(request.output[:2]))
+        if request.num_output >= self.length:
+            tally = tallies.pair if self.length == 2 else tallies.text
+            law = self.laws.joint(request.prompt, self.length)
+            tally.add(request.prompt, law, tuple(request.output[: self.length]))
             self.engine.abort(request)
             self.tick()
 

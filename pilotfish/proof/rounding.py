@@ -8,7 +8,7 @@ Unless it is no rounding: what a format's errors cannot add up to (an activation
 never allowed for. `plausible` is that bound, and generous: about 800 ulps of float32, 6 of bfloat16.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from ..decoding.noise import exponentials
+from ..decoding.sampling import SamplingParams, process, warp
 from ..models.base import CausalLM
 from ..paged.batch import Feed, lay_out
 from ..paged.cache import KVCache
+from .edges import distance_to_edge
 
 SLACK = 2.0  # two scores, each off by what was measured
+_FORBIDDEN = -1e30  # instead of -inf, which has no differences
 _RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -28,7 +31,8 @@ _RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torc
 class Divergence:
     """Two texts part at ``position``: one has ``plain`` there, the other ``drafted``.
 
-    margin: the gap between the two tokens' scores in a plain pass. rounding: the largest difference of any score
+    margin: the gap between the two tokens' scores in a plain pass, or what either lacks to enter or leave the law, if
+    that is what it takes. rounding: the largest difference of any score
     between passes of different shapes, as far as that is plausible; 0 where the format allows no near-ties.
     """
 
@@ -58,8 +62,9 @@ def divergence(
     drafted: Sequence[int],
     num_beside: int,
     *,
-    temperature: float,
+    params: SamplingParams,
     seed: int,
+    stop_ids: Set[int] = frozenset(),
 ) -> Divergence:
     """Judge two continuations of ``prefix`` (its first ``num_prompt`` tokens are the prompt) that differ at once.
 
@@ -70,10 +75,27 @@ def divergence(
         one, other = (plain or [-1])[0], (drafted or [-1])[0]
         return Divergence(len(prefix), one, other, float("inf"), 0.0)
     logits = row_in_shapes(model, prefix, num_prompt, drafted, num_beside)
-    rows = [scores(logits_V, temperature, seed, len(prefix)) for logits_V in logits]
-    margin = float((rows[0][plain[0]] - rows[0][drafted[0]]).abs())
-    rounding = min(spread(rows), plausible(model, logits[0])) if can_round(model) else 0.0
+    context = (prefix[:num_prompt], [prefix[num_prompt:]], stop_ids)
+    processed = [process(logits_V.double()[None], params, *context)[0].clamp(min=_FORBIDDEN) for logits_V in logits]
+    rows = [scores(logits_V, params.temperature, seed, len(prefix)) for logits_V in processed]
+    margin = _margin(rows[0], processed[0], plain[0], drafted[0], params)
+    allowed = plausible(model, logits[0]) * max(1.0, 1 / params.temperature if params.temperature else 1.0)
+    rounding = min(spread(rows), allowed) if can_round(model) else 0.0
     return Divergence(len(prefix), plain[0], drafted[0], margin, rounding)
+
+
+def _margin(scores_V: Tensor, processed_V: Tensor, plain: int, drafted: int, params: SamplingParams) -> float:
+    """What has to change for ``drafted`` to win: it enters the law, if it is outside, and the other is overtaken or
+    leaves the law, if it is ahead."""
+    lead = float(scores_V[plain] - scores_V[drafted])
+    if params.greedy or (params.top_p == 1 and params.min_p == 0):
+        return abs(lead)
+    logits_V = processed_V / params.temperature
+    law_V = warp(logits_V[None], SamplingParams(top_p=params.top_p, min_p=params.min_p))[0]
+    leaves = distance_to_edge(logits_V, plain, params)
+    if law_V[drafted] > 0:
+        return min(abs(lead), leaves)
+    return max(distance_to_edge(logits_V, drafted, params), min(max(lead, 0.0), leaves))
 
 
 def can_round(model: CausalLM) -> bool:

@@ -9,8 +9,9 @@ a run repeats exactly.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from ..bench.prompts import read_prompts
 from ..decoding.verify import Rule
@@ -22,12 +23,22 @@ from ..models.base import CausalLM, ModelInfo
 from ..models.load import Loaded
 from .actors import AskewLM, Liar
 from .ground import Build, Ground, Meter, measure_pass
-from .identity import Outcome, compare, draft_with_itself, draft_with_itself_unseeded, same_in_any_shape
+from .identity import (
+    EVERYTHING,
+    PENALTIES,
+    SHAPED_TEMPERATURE,
+    Outcome,
+    compare,
+    draft_with_itself,
+    draft_with_itself_unseeded,
+    same_in_any_shape,
+)
 from .laws import ExactLaws, Experiment, Tallies, draw, uncertain_prefixes
 from .memo import MemoLM
 from .options import VerifyOptions
+from .passes import draw_texts
 from .report import Check, Report
-from .statistics import Tally
+from .statistics import Fit, Tally
 
 FAMILY = 1e-4
 NUM_PREFIXES = 2
@@ -35,13 +46,19 @@ NUM_PROBES = 64  # prefixes tried until one is found after which the method draf
 SECONDS_A_DRAW = 1e-3
 SELF_PASSES = 60  # what a run with the target as its own draft costs, about
 TREE_NODES = 6  # of a draft in the chi-square tests, where the method drafts trees
+# The tests of whole texts: drafts as long as the method's own, every row warped, few candidates, for there are many
+# texts of this length and each must be expected often enough.
+MOST_DRAFTED, TEXT_LENGTH = 4, 4
+TEXT_TOP_K, TEXT_TEMPERATURE, TEXT_TOP_P = 4, 1.3, 0.9
 _MEMO_ROWS = 4096
 _RULES: tuple[Rule, ...] = ("rejection", "block", "coupled")
 
 _WRONG_LAW = "emitted tokens do not follow the target's law"
+_LEAK = "what one pass drew comes back in a later one, so tokens depend on each other"
 _CLASSES = {  # by field of Tallies: what is tested, and what it means if it fails
     "first": ("first token", _WRONG_LAW),
     "pair": ("first two tokens", _WRONG_LAW + ", or depend on each other in another way than the target says"),
+    "text": (f"first {TEXT_LENGTH} tokens", _WRONG_LAW + ", deep in a draft or with temperature and top_p"),
     "accepted": ("accepted tokens", "tokens are not accepted with probability min(1, p / q)"),
     "residual": ("residual tokens", "what replaces a rejected token does not follow norm(max(p - q, 0))"),
     "bonus": ("bonus tokens", "the token after a fully accepted draft does not follow the target's law"),
@@ -89,7 +106,7 @@ def run_verify(options: VerifyOptions, target: Loaded, speculation: registry.Spe
 def _plan(ground: Ground, num_experiments: int) -> None:
     """Tell the progress bar how much there is to do."""
     ground.pass_seconds = measure_pass(ground)
-    texts = len(ground.options.temperature) * _text_seconds(ground) + 3 * SELF_PASSES * ground.pass_seconds
+    texts = (2 + len(ground.options.temperature)) * _text_seconds(ground) + 3 * SELF_PASSES * ground.pass_seconds
     ground.meter.plan(texts + num_experiments * _draw_seconds(ground))
 
 
@@ -100,6 +117,9 @@ def _prove_texts(ground: Ground) -> list[Outcome]:
     for temperature in ground.options.temperature:
         with meter.stage(f"texts at temperature {temperature:g}", _text_seconds(ground), num_tokens):
             outcomes.append(compare(ground, temperature))
+    for temperature, shape in ((0.0, PENALTIES), (SHAPED_TEMPERATURE, EVERYTHING)):
+        with meter.stage(f"texts {shape.name}", _text_seconds(ground), num_tokens):
+            outcomes.append(compare(ground, temperature, shape))
     proofs: list[Callable[[], Outcome]] = [
         lambda: draft_with_itself(ground, 0.0),
         lambda: draft_with_itself(ground, 1.0),
@@ -120,40 +140,52 @@ def _prove_laws(
 ) -> list[Check]:
     """The chi-square tests: of the method itself where it drafts, of the others where the law is widest."""
     laws = ExactLaws(memo, ground.options.candidates)
+    text_laws = ExactLaws(memo, TEXT_TOP_K, TEXT_TEMPERATURE, TEXT_TOP_P)
     texts = [pair for outcome in outcomes if outcome.texts for pair in zip(ground.prompts, outcome.texts, strict=True)]
     prefixes = uncertain_prefixes(laws, texts)
     results: list[tuple[Experiment, Tallies]] = []
     for experiment in (*own, *others):
         with ground.meter.stage(f"laws: {experiment.name}", _draw_seconds(ground), ground.options.draws):
-            places = _places(ground, laws, prefixes, experiment) if experiment in own else prefixes[:NUM_PREFIXES]
-            results.append((experiment, _draw(ground, laws, places, experiment, ground.options.draws)))
-    return _judge(results)
+            chosen = laws if experiment.length == 2 else text_laws
+            places = _places(ground, chosen, prefixes, experiment) if experiment in own else prefixes[:NUM_PREFIXES]
+            # A draw of a whole text costs about twice as much, so half as many.
+            num_draws = ground.options.draws if experiment.length == 2 else -(-ground.options.draws // 2)
+            results.append((experiment, _draw(ground, chosen, places, experiment, num_draws)))
+    passes = {rule: draw_texts(rule, ground.options.draws, ground.options.seed).fit() for rule in _RULES[:2]}
+    return _judge(results, passes)
 
 
-def _judge(results: Sequence[tuple[Experiment, Tallies]]) -> list[Check]:
-    """Chi-square checks, all but the last experiment's, which is the control's."""
+def _judge(results: Sequence[tuple[Experiment, Tallies]], passes: Mapping[Rule, Fit]) -> list[Check]:
+    """Chi-square checks, all but the last experiment's, which is the control's. passes: of `draw_texts`, by rule."""
     *honest, (_, lies) = results
     tested = [
         (experiment, name, tallies)
         for experiment, tallies in honest
         for name in _CLASSES
-        if name == "pair" or _tally(tallies, name).fit().num_degrees
+        if name == ("pair" if experiment.length == 2 else "text") or _tally(tallies, name).fit().num_degrees
     ]
-    threshold = FAMILY / (len(tested) + 1)
-    return [*(_law_check(*one, threshold) for one in tested), _control_check(lies, threshold)]
+    threshold = FAMILY / (len(tested) + len(passes) + 1)
+    return [
+        *(_law_check(*one, threshold) for one in tested),
+        *(_fit_check(f"several passes, {rule}", fit, threshold, _LEAK, "two tokens") for rule, fit in passes.items()),
+        _control_check(lies, threshold),
+    ]
 
 
 def _law_check(experiment: Experiment, name: str, tallies: Tallies, threshold: float) -> Check:
-    fit = _tally(tallies, name).fit()
     what, meaning = _CLASSES[name]
     rate = f"{tallies.num_accepted / tallies.num_drafted:.0%} accepted" if tallies.num_drafted else "nothing drafted"
+    return _fit_check(f"{experiment.name}: {what}", _tally(tallies, name).fit(), threshold, meaning, rate)
+
+
+def _fit_check(name: str, fit: Fit, threshold: float, meaning: str, about: str) -> Check:
     enough = fit.num_degrees > 0
     return Check(
-        f"{experiment.name}: {what}",
+        name,
         enough and fit.p_value >= threshold,
         fit.p_value,
         threshold,
-        f"chi-square {fit.chi_square:.1f}, {fit.num_degrees} degrees of freedom, {fit.num_draws} draws; {rate}"
+        f"chi-square {fit.chi_square:.1f}, {fit.num_degrees} degrees of freedom, {fit.num_draws} draws; {about}"
         if enough
         else f"{fit.num_draws} draws are too few to tell anything",
         meaning if enough else "nothing was tested; raise draws, or choose prompts with more than one way to go on",
@@ -226,8 +258,18 @@ def _own_experiments(ground: Ground, speculation: registry.Speculation, draft: C
         except OptionError:  # `block` is for chains, and this method has nothing but trees
             continue
         nodes = max(num_drafted, TREE_NODES) if trees else num_drafted
-        found.append(Experiment(f"{speculation.method}, {rule}", speculation.build, rule, number, nodes))
+        name = f"{speculation.method}, {rule}"
+        found += [
+            Experiment(name, speculation.build, rule, number, nodes),
+            _of_texts(name, speculation.build, rule, 2 + number, ground.num_drafted),
+        ]
     return found
+
+
+def _of_texts(name: str, build: Build, rule: Rule, number: int, num_drafted: int | Literal["auto"]) -> Experiment:
+    """The same with drafts as long as the method's own; none reaches beyond the texts, as far as that goes."""
+    nodes = min(MOST_DRAFTED, MOST_DRAFTED if num_drafted == "auto" else num_drafted)
+    return Experiment(f"{name}, K {nodes}", build, rule, number, nodes, TEXT_LENGTH, max(1, TEXT_LENGTH - nodes))
 
 
 def _our_experiments(
@@ -238,6 +280,10 @@ def _our_experiments(
     sampled = [Experiment(f"sampled draft, {rule}", askew, rule, 10 + i, num_drafted) for i, rule in enumerate(_RULES)]
     if draft is not None and speculation.options.draft_sample_method == "probabilistic":
         sampled = sampled[-1:]  # the method itself is a sampled draft under the other rules
+    else:
+        sampled += [
+            _of_texts(f"sampled draft, {rule}", askew, rule, 13 + i, MOST_DRAFTED) for i, rule in enumerate(_RULES[:2])
+        ]
     return [*sampled, Experiment("control", lambda setting: Liar(askew(setting)), "rejection", 20, num_drafted)]
 
 

@@ -49,12 +49,12 @@ def test_a_near_tie_is_counted_and_passes(ground):
 def test_a_seeded_margin_is_one_in_the_race():
     model, prefix = Wobbly(2e-4), [1, 2, 3]
     params = SamplingParams(seed=4)
-    found = divergence(model, prefix, 2, [0], [1], 5, temperature=1, seed=4)
+    found = divergence(model, prefix, 2, [0], [1], 5, params=params, seed=4)
     assert found.margin == pytest.approx(abs(margin(model, prefix, 0, 1, params)), abs=2.1e-4)
     assert 1e-4 < found.rounding < 2e-4, "log p moves by less than the logit"
     assert not found.near_tie
     model.table[..., 0] -= margin(model, prefix, 0, 1, params) - 1e-5
-    assert divergence(model, prefix, 2, [0], [1], 5, temperature=1, seed=4).near_tie
+    assert divergence(model, prefix, 2, [0], [1], 5, params=params, seed=4).near_tie
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_target_as_its_own_draft_may_be_refused_by_rounding_only(ground):
 
 
 def test_a_text_that_just_ends_is_a_fault(table):
-    found = divergence(table, [1, 2, 3], 2, [4], [], 5, temperature=0, seed=0)
+    found = divergence(table, [1, 2, 3], 2, [4], [], 5, params=SamplingParams(temperature=0), seed=0)
     assert not found.near_tie
     assert found.margin == float("inf")
 
