@@ -185,7 +185,9 @@ def test_a_name_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch):
         raise OSError(f"{source} is unknown here\nand much more")
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", offline)
-    with pytest.raises(ModelError, match="OSError: somebody/something is unknown here .there is no folder .* looked up on the hub.$"):
+    with pytest.raises(
+        ModelError, match="OSError: somebody/something is unknown here .there is no folder .* the hub.$"
+    ):
         load("somebody/something")
 
 
