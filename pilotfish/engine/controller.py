@@ -81,11 +81,13 @@ class PassCosts:
 
     def seconds(self, num_rows: int) -> float:
         """Never falls with more rows: a measured dip is noise."""
+        if not self.points or num_rows == 0:
+            return 0.0
         rows = sorted(self.points)
         below = [r for r in rows if r <= num_rows]
         above = [r for r in rows if r > num_rows]
-        if not below:
-            return self.points[rows[0]]
+        if not below:  # between a cost that does not depend on length and one that is proportional
+            return self.points[rows[0]] * (1 + num_rows / rows[0]) / 2
         low = max(self.points[r] for r in below)
         if not above:
             last = below[-1]
@@ -102,6 +104,8 @@ class PassCosts:
         known = self.points.get(num_rows)
         if known is None:
             self.points[num_rows] = seconds
+        elif seconds < known:  # what was fast once can be so again; slowness may be somebody else's
+            self.points[num_rows] = known + 0.3 * (seconds - known)
         else:
             self.points[num_rows] = known + 0.1 * (min(seconds, 2 * known) - known)
 
@@ -159,14 +163,14 @@ class Adaptive:
 
     def __init__(self, costs: PassCosts, most: int = _MOST):
         self.costs, self.most = costs, min(most, _MOST)
-        self.draft_seconds_per_token: float | None = None
+        self.draft_costs = PassCosts({})  # by the length of the longest draft; a look-up's hardly depends on it
         self._everyone = _Memory()
         self._own: dict[str, _Memory] = {}
         self._kinds: set[Hashable] = set()
 
     def limits(self, requests: Sequence[Request]) -> list[int]:
         survivals = [self._best_survival(request) for request in requests]
-        chosen = self._choose(survivals, self.draft_seconds_per_token or 0.0)
+        chosen = self._choose(survivals, self.draft_costs)
         for i, request in enumerate(requests):
             own = self._memory(request)
             own.idle = 0 if chosen[i] else own.idle + 1
@@ -180,7 +184,7 @@ class Adaptive:
         ]
         fixed_rows = sum(len(draft) for i, draft in enumerate(drafts) if i not in cuttable)
         survivals = [self._survival(requests[i], drafts[i].kind, len(drafts[i])) for i in cuttable]
-        lengths = self._choose(survivals, 0.0, fixed_rows + len(drafts) - len(cuttable))
+        lengths = self._choose(survivals, PassCosts({}), fixed_rows + len(drafts) - len(cuttable))
         result = list(drafts)
         for i, length in zip(cuttable, lengths, strict=True):
             known = self._memory(requests[i])
@@ -203,8 +207,7 @@ class Adaptive:
         longest = max(map(len, drafts))
         if longest == 0 or any(request.num_output == 0 for request in requests):
             return  # at first a draft model reads the prompt: no measure of drafting
-        measured, known = seconds / longest, self.draft_seconds_per_token
-        self.draft_seconds_per_token = measured if known is None else known + 0.2 * (min(measured, 2 * known) - known)
+        self.draft_costs.observe(longest, seconds)
 
     def spent(self, num_rows: int, seconds: float) -> None:
         self.costs.observe(num_rows, seconds)
@@ -215,8 +218,8 @@ class Adaptive:
     def predicted_speedup(self, request: Request) -> float:
         """Tokens per second with the present choice over those of plain decoding, as the controller sees it."""
         survival = self._best_survival(request)
-        (length,) = self._choose([survival], self.draft_seconds_per_token or 0.0)
-        seconds = self.costs.seconds(1 + length) + length * (self.draft_seconds_per_token or 0.0)
+        (length,) = self._choose([survival], self.draft_costs)
+        seconds = self.costs.seconds(1 + length) + self.draft_costs.seconds(length)
         return (1 + sum(survival[:length])) * self.costs.seconds(1) / seconds
 
     def _memory(self, request: Request) -> _Memory:
@@ -234,7 +237,7 @@ class Adaptive:
         kinds = self._kinds or {None}
         return max((self._survival(request, kind, self.most) for kind in kinds), key=sum)
 
-    def _choose(self, survivals: Sequence[Sequence[float]], per_token: float, fixed_rows: int = 0) -> list[int]:
+    def _choose(self, survivals: Sequence[Sequence[float]], drafting: PassCosts, fixed_rows: int = 0) -> list[int]:
         """Lengths that maximise (tokens) / (seconds); rows are taken in order of their survival."""
         rows = sorted(((s, i) for i, own in enumerate(survivals) for s in own), reverse=True)
         lengths, base = [0] * len(survivals), len(survivals) + fixed_rows
@@ -243,7 +246,7 @@ class Adaptive:
         for count, (s, i) in enumerate(rows, start=1):
             tokens += s
             lengths[i] += 1
-            value = tokens / (self.costs.seconds(base + count) + per_token * max(lengths))
+            value = tokens / (self.costs.seconds(base + count) + drafting.seconds(max(lengths)))
             if value > best_value:
                 best, best_value = list(lengths), value
         return best
