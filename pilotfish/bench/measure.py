@@ -11,6 +11,7 @@ was learnt or cached from the same prompts in an earlier repeat can help. Prefix
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from ..decoding.request import Request
@@ -149,9 +150,10 @@ def _loaded_once(speculation: Speculation, target: Loaded) -> Speculation:
     A model that is named deeper, by a drafter inside a drafter, is loaded for each engine: slower, measured the same.
     """
     own = speculation.options
-    if not isinstance(own, DraftModelOptions) or own.model is None or isinstance(own.model, Loaded):
+    if not isinstance(own, DraftModelOptions) or not isinstance(own.model, str | Path):
         return speculation
-    return replace(speculation, options=replace(own, model=load(own.model, device=str(target.model.info.device))))
+    draft = load(own.model, device=str(target.model.info.device), quantization=own.quantization)
+    return replace(speculation, options=replace(own, model=draft, quantization="none"))  # as far as loading goes
 
 
 def _config(speculation: Speculation) -> dict[str, Any]:
