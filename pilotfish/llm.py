@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from .decoding.request import Request, TextStream, TokenLogprob
 from .decoding.sampling import SamplingParams
 from .drafters import registry
+from .engine.controller import Adaptive
+from .engine.costs import remember_gain, remembered_gain
 from .engine.engine import Engine, Event
 from .engine.options import EngineOptions
 from .errors import OptionError, PromptError, unknown_name
@@ -20,6 +22,7 @@ from .models.load import Loaded, LoadOptions, from_objects, load
 from .models.tokenizer import Detokenizer, Tokenizer
 
 Prompt = str | Sequence[int]
+_WORTH_REMEMBERING = 64  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self.speculation = speculation
         self._inboxes: dict[str, deque[Event]] = {}  # of open streams
+        self._num_remembered = 0  # tokens that the record of gains has seen
         self.engine = Engine(
             loaded.model,
             speculation.build,
@@ -160,6 +164,7 @@ class LLM:
         finally:  # an error leaves no request behind
             for request in requests:
                 self.engine.abort(request)
+            self._remember_gain()
         return [completion(request, i) for i, request in enumerate(requests)]
 
     def stream(
@@ -180,6 +185,7 @@ class LLM:
         finally:
             del self._inboxes[request.id]
             self.engine.abort(request)
+            self._remember_gain()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
         """Answer a conversation (``[{"role": "user", "content": ...}, ...]``) through the model's chat template."""
@@ -197,15 +203,43 @@ class LLM:
         return self.tokenizer.chat([dict(message) for message in messages])
 
     def describe(self) -> str:
-        """The start-up line: model, method, K, acceptance rule."""
+        """The start-up line: model, method, K and what drafting is expected to gain, acceptance rule."""
         info, engine = self.engine.target.info, self.engine
         dtype = str(info.dtype).removeprefix("torch.") if info.quantization == "none" else info.quantization
         about = engine.drafter.describe()
         method = self.speculation.method + (f" ({about})" if about else "")
-        drafting = "" if self.speculation.method == "none" else f", K {engine.num_speculative_tokens}"
+        drafting = "" if self.speculation.method == "none" else f", K {engine.num_speculative_tokens}{self._outlook()}"
         return f"{info.name} ({dtype}, {info.device}) | method {method}{drafting} | rule {engine.rule} | lossless"
 
+    @property
+    def predicted_gain(self) -> float | None:
+        """Tokens per second over plain decoding's so far, as the controller reckons; None before there are any, and
+        where the number of drafted tokens is fixed."""
+        controller = self.engine.controller
+        return controller.predicted_gain if isinstance(controller, Adaptive) and controller.num_judged else None
+
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _outlook(self) -> str:
+        controller = self.engine.controller
+        if not isinstance(controller, Adaptive):
+            return ""
+        ratio = controller.costs.seconds(8) / controller.costs.seconds(1)
+        gain = remembered_gain(self.engine.target, self._drafting_name)
+        promise = "gain not known yet" if gain is None else f"predicted gain {gain:.2f} x, as in earlier runs"
+        return f" (8 rows cost {ratio:.2f} of 1; {promise})"
+
+    @property
+    def _drafting_name(self) -> str:
+        return f"{self.speculation.method} {self.engine.drafter.describe()}"
+
+    def _remember_gain(self) -> None:
+        controller, gain = self.engine.controller, self.predicted_gain
+        if isinstance(controller, Adaptive) and gain is not None:
+            fresh = controller.num_judged - self._num_remembered
+            if fresh >= _WORTH_REMEMBERING:
+                remember_gain(self.engine.target, self._drafting_name, gain, fresh)
+                self._num_remembered = controller.num_judged
 
     def _step(self) -> None:
         """One step for everybody: the events of other open streams wait until those are read on."""

@@ -25,10 +25,10 @@ fish eats what the shark leaves over, and it cleans the shark's skin of parasite
 pilot fish is safe from other fish as long as it swims ahead of the shark."""
 
 
-def show(chunks: Iterator[Chunk], pieces: list[str] | None = None) -> bool:
+def show(chunks: Iterator[Chunk], pieces: list[str] | None = None, llm: LLM | None = None) -> bool:
     """Print a stream as it comes, then one line about it to stderr; True if Ctrl-C cut it short.
 
-    pieces: filled with the text shown, if given.
+    pieces: filled with the text shown, if given. llm: where it comes from, for what drafting gains.
     """
     pieces = [] if pieces is None else pieces
     coloured = sys.stdout.isatty()
@@ -48,16 +48,18 @@ def show(chunks: Iterator[Chunk], pieces: list[str] | None = None) -> bool:
         pass  # what is there is shown, with its finish reason
     click.echo()
     seconds = time.perf_counter() - (first or started)
-    click.echo(_summary(completion, num_tokens, seconds), err=True)
+    gain = llm.predicted_gain if llm else None
+    click.echo(_summary(completion, num_tokens, seconds, gain), err=True)
     return completion is None
 
 
-def _summary(completion: Completion | None, num_tokens: int, seconds: float) -> str:
+def _summary(completion: Completion | None, num_tokens: int, seconds: float, gain: float | None) -> str:
     speed = f"{(num_tokens - 1) / seconds:.1f} tokens/s" if num_tokens > 1 and seconds > 0 else "no speed to tell"
     if completion is None:
         return f"[{num_tokens} tokens, {speed}; finish reason: abort (interrupted)]"
     block = completion.speculative_decoding
     drafting = f", mean acceptance length {block['mean_acceptance_length']:.2f}" if block["num_spec_steps"] else ""
+    drafting += f", predicted gain {gain:.2f} x" if gain is not None else ""
     return f"[{num_tokens} tokens, {speed}{drafting}; finish reason: {completion.finish_reason}]"
 
 

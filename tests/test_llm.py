@@ -405,3 +405,17 @@ def test_what_is_no_conversation(messages):
 def test_references_that_are_no_list(references):
     with pytest.raises(OptionError, match="references must be a list"):
         llm(method="ngram").generate("A", GREEDY, references=references)
+
+
+def test_what_drafting_gained_greets_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("PILOTFISH_CACHE", str(tmp_path))
+    one = llm(method="ngram")
+    assert "gain not known yet" in one.describe() and one.predicted_gain is None
+    one.generate([[1, 2, 3] * 4] * 2, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    gain = one.predicted_gain
+    assert gain is not None and f"predicted gain {gain:.2f} x, as in earlier runs" in llm(method="ngram").describe()
+    assert "gain not known yet" in llm(method="suffix").describe()
+    assert llm(method="ngram", num_speculative_tokens=3).predicted_gain is None
+    (record,) = (tmp_path / "costs").glob("*.gain")
+    record.write_text('{"gain": -1, "tokens": 5}')
+    assert "gain not known yet" in llm(method="ngram").describe()

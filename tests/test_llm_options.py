@@ -84,7 +84,7 @@ def test_options_reach_their_owners():
         ({"assistant_model": DRAFT, "num_assistant_tokens": 4}, "draft_model", 4),
         ({"prompt_lookup_num_tokens": 6}, "ngram", 6),
         ({"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 2}, "ngram", 6),
-        ({"draft_model": DRAFT}, "draft_model", 5),
+        ({"draft_model": DRAFT}, "draft_model", "auto"),
         ({"speculative_config": {"method": "ngram"}, "num_speculative_tokens": 0}, "ngram", 0),
         ({"method": "none", "num_speculative_tokens": 7}, "none", 0),
         ({"num_speculative_tokens": 63, "method": "suffix"}, "suffix", 63),

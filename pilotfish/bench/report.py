@@ -129,13 +129,14 @@ _COLUMNS: dict[str, Callable[[Row, bool], Text | str]] = {
     "speed-up": _speedup,
     "predicted": _predicted,
     "tokens\na pass": lambda row, _wide: _show(row.mean_acceptance_length),
+    "nodes\na pass": _unless_plain("nodes_per_pass", 1),
     "alpha": _unless_plain("alpha"),
     "c": _unless_plain("c", 3),
     "K+1 rows\n/ 1 row": _unless_plain("verify_ratio"),
     "first\ntoken": _first_token,
     "same\ntext": _same_text,
 }
-_ONLY_WIDE = {"alpha", "c", "K+1 rows\n/ 1 row", "first\ntoken"}
+_ONLY_WIDE = {"nodes\na pass", "alpha", "c", "K+1 rows\n/ 1 row", "first\ntoken"}
 
 
 def _show(value: float | None, digits: int = 2) -> str:

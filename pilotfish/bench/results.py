@@ -112,6 +112,7 @@ class Row:
     num_prompts: int = 0
     num_steps: int = 0
     num_failed_drafts: int = 0
+    nodes_per_pass: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,7 @@ def _row(
         num_prompts=len({prompt for run in runs for prompt, _ in run.outputs}),
         num_steps=len(steps),
         num_failed_drafts=sum(run.num_failed_drafts for run in runs),
+        nodes_per_pass=fmean(step.num_rows / len(step.outcomes) - 1 for step in steps) if steps else None,
         **_costs(variant, steps, [step for run in plain for step in run.steps]),
     )
 

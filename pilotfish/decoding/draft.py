@@ -7,11 +7,15 @@ The one trick: an empty draft is plain decoding, so nothing else in the package 
                  └── 2                    parents (-1, 0, -1, 1)
 """
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_NODES = 63  # ancestor sets are 64-bit words
 
@@ -26,17 +30,21 @@ class Draft:
         law with the earlier siblings taken out. None: the tokens were not drawn but chosen (a point mass each).
     kind: what sort of guess this is (how long a match, which member of a list), for acceptance to be counted by. For
         drawn tokens it must be known before drawing.
+    chances: the drafter's own estimate, per node, that it will be accepted; only for tokens that were chosen.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     probs: Tensor | None = None
     kind: Hashable = None
+    chances: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) <= MAX_NODES, (len(self.tokens), len(self.parents))
         assert all(-1 <= parent < i for i, parent in enumerate(self.parents)), self.parents
         assert self.probs is None or len(self.probs) == len(self.tokens), "one law per drawn token"
+        assert self.chances is None or len(self.chances) == len(self.tokens), "one estimate per node"
+        assert self.chances is None or self.probs is None, "an estimate for a drawn token would look at the draw"
         assert self.is_chain or len(set(zip(self.parents, self.tokens, strict=True))) == len(self), "siblings differ"
 
     def __len__(self) -> int:
@@ -61,16 +69,23 @@ class Draft:
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
         return paths
 
-    def first(self, n: int) -> "Draft":
+    def first(self, n: int) -> Draft:
         """The first n nodes. A cut by position is exact for drawn tokens too: it never looks at what was drawn."""
         if n >= len(self):
             return self
-        return Draft(self.tokens[:n], self.parents[:n], None if self.probs is None else self.probs[:n], self.kind)
+        probs = None if self.probs is None else self.probs[:n]
+        chances = None if self.chances is None else self.chances[:n]
+        return Draft(self.tokens[:n], self.parents[:n], probs, self.kind, chances)
 
 
-def chain(tokens: Sequence[int], probs: Tensor | None = None, kind: Hashable = None) -> Draft:
+def chain(
+    tokens: Sequence[int],
+    probs: Tensor | None = None,
+    kind: Hashable = None,
+    chances: tuple[float, ...] | None = None,
+) -> Draft:
     """A draft without branches."""
-    return Draft(tuple(tokens), _chain_parents(len(tokens)), probs, kind)
+    return Draft(tuple(tokens), _chain_parents(len(tokens)), probs, kind, chances)
 
 
 @lru_cache(maxsize=4096)

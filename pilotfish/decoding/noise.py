@@ -8,16 +8,19 @@ A scalar is the first 53 bits of BLAKE2b(seed, position, lane, index). A vector 
 generator: Salmon et al., SC'11) keyed the same way.
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 import struct
 from enum import IntEnum
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import torch
-from torch import Tensor
+from ..lazily import np, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Lane(IntEnum):

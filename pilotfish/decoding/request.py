@@ -88,7 +88,7 @@ class SpeculationStats:
 class Step:
     """What one pass did for one request.
 
-    kept: offsets, among the rows this request fed, of those whose keys stay in the cache.
+    kept: offsets, among the ``num_rows`` rows this request fed, of those whose keys stay in the cache.
     tokens: what was emitted, the first ``num_accepted`` of them drafted. pieces: per token the text that became final
     with it; a last piece without a token is text that had been held back.
     """
@@ -100,6 +100,7 @@ class Step:
     num_drafted: int = 0
     num_accepted: int = 0
     finish: FinishReason | None = None
+    num_rows: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +173,7 @@ class Request:
         of a prompt, which only fills the cache. logprobs: one per token of path + [token], if asked for.
         """
         if verdict is None:
-            return Step(self, kept=range(num_trunk))
+            return Step(self, kept=range(num_trunk), num_rows=num_trunk)
         run = [*(draft.tokens[node] for node in verdict.path), verdict.token]
         pieces: list[str] = []
         for token in run:
@@ -187,7 +188,8 @@ class Request:
         rows = verdict.path[: emitted - 1]  # the last emitted token's row is not in the cache yet, or not needed
         kept = range(num_trunk + len(rows)) if rows == tuple(range(len(rows))) else (
             *range(num_trunk), *(num_trunk + node for node in rows))  # fmt: skip
-        return Step(self, kept, tuple(run[:emitted]), tuple(pieces), len(draft), accepted, self.finish)
+        num_rows = num_trunk + len(draft)
+        return Step(self, kept, tuple(run[:emitted]), tuple(pieces), len(draft), accepted, self.finish, num_rows)
 
     def finish_with(self, reason: FinishReason) -> str:
         """End from outside (abort, error); returns the text that was still held back."""

@@ -8,16 +8,19 @@ Order, as in vLLM: logit_bias, min_tokens, penalties | temperature, min_p, top_k
 all that greedy decoding needs.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ..errors import OptionError
+from ..lazily import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,15 +14,18 @@ The one trick: a drawn token's law (`Draft.probs`) already has its earlier sibli
 replacement need no special case: each sibling is an ordinary rejection test against what is left of p.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
+from ..lazily import torch
 from .draft import Draft
 from .noise import Noise
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Rule = Literal["rejection", "block", "coupled"]
 

@@ -7,19 +7,23 @@ To add one: a file in this folder, named after the method, with one `Drafter` su
 dataclass. The registry, the command line and the conformance suite find it by themselves.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from ..decoding.draft import Draft
+from ..decoding.draft import MAX_NODES, Draft
 from ..decoding.request import Request, Step
-from ..models.base import CausalLM, ModelInfo
-from ..models.tokenizer import Tokenizer
-from ..paged.cache import KVCache
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..models.base import CausalLM, ModelInfo
+    from ..models.tokenizer import Tokenizer
+    from ..paged.cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +62,15 @@ class Drafter(ABC):
     taps: Sequence[int] = ()  # target layers whose hidden states `observe` wants
 
     @classmethod
-    def build(cls, options: Any, setting: Setting) -> "Drafter":
+    def build(cls, options: Any, setting: Setting) -> Drafter:
         """A drafter for this setting. Raises DraftError if it does not fit the target, saying why."""
         return cls()
+
+    @property
+    def arms(self) -> Sequence[tuple[Drafter, int]]:
+        """The drafters that the engine asks in turn, the next one where those before had nothing (or nothing that
+        pays), and the most nodes of each. Usually this one alone."""
+        return ((self, MAX_NODES),)
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
@@ -72,7 +82,10 @@ class Drafter(ABC):
         """
 
     def observe(self, steps: Sequence[Step], taps: Mapping[int, Tensor]) -> None:  # noqa: B027
-        """What the pass kept, for every request that was in it; ``taps[layer]``: [T, hidden] of the whole batch."""
+        """What the pass kept, for every request that was in it, the target's cache included.
+
+        taps: per layer [T, hidden], the rows of the steps end to end, ``step.num_rows`` each.
+        """
 
     def release(self, request: Request) -> None:  # noqa: B027
         """The request is over: forget it."""

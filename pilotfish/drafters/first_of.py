@@ -5,17 +5,20 @@ nothing for, so a cheap drafter in front of a dear one saves the dear one's time
 so far alone, never on what was drawn, so nothing is biased. All members see everything that was kept.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from ..decoding.draft import EMPTY, MAX_NODES, Draft
 from ..decoding.request import Request, Step
 from ..errors import OptionError
 from . import registry
 from .base import Drafter, Setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,17 @@ class FirstOfDrafter(Drafter):
         self.taps = tuple(sorted({layer for drafter in self.members for layer in drafter.taps}))
 
     @classmethod
-    def build(cls, options: Any, setting: Setting) -> "FirstOfDrafter":
+    def build(cls, options: Any, setting: Setting) -> FirstOfDrafter:
         found = registry.members(options.drafters, "drafters")
         return cls([one.build(setting) for one in found], [int(one.common.num_speculative_tokens) for one in found])
+
+    @property
+    def arms(self) -> Sequence[tuple[Drafter, int]]:
+        return tuple(
+            (arm, min(most, limit))
+            for drafter, limit in zip(self.members, self.limits, strict=True)
+            for arm, most in drafter.arms
+        )
 
     def describe(self) -> str:
         return ", else ".join(registry.method_of(drafter) for drafter in self.members)
@@ -62,7 +73,7 @@ class FirstOfDrafter(Drafter):
                 break
             proposed = drafter.propose([requests[i] for i in waiting], [min(limits[i], most) for i in waiting])
             for i, draft in zip(waiting, proposed, strict=True):
-                drafts[i] = Draft(draft.tokens, draft.parents, draft.probs, kind=(number, draft.kind))
+                drafts[i] = replace(draft, kind=(number, draft.kind))
         return drafts
 
     def observe(self, steps: Sequence[Step], taps: Mapping[int, Tensor]) -> None:

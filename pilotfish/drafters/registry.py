@@ -4,20 +4,24 @@ It does not know any drafter. The one trick: the method is the module, its optio
 ``Options``, so a new file needs no entry anywhere, and a misspelt key is met with the nearest real one.
 """
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import json
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..decoding.draft import MAX_NODES
-from ..decoding.verify import Rule
 from ..errors import OptionError, unknown_name
 from .base import Drafter, Setting
 
-_NOT_METHODS = {"base", "drawing", "registry"}
+if TYPE_CHECKING:
+    from ..decoding.verify import Rule
+
+_NOT_METHODS = {"base", "drawing", "growing", "registry", "states"}
 
 # What other libraries call the same thing: (our key, and the method it implies).
 ALIASES = {
@@ -34,7 +38,8 @@ class CommonOptions:
     """What every method has. Raises OptionError for values out of range."""
 
     num_speculative_tokens: int | Literal["auto"] = field(
-        default=5, metadata={"help": f"most drafted tokens a step, 0 to {MAX_NODES}, or auto: as many as pay"}
+        default="auto",
+        metadata={"help": f"most drafted tokens a step, 0 to {MAX_NODES}, or auto: as many as pay, measured here"},
     )
     rejection_sample_method: str = field(default="standard", metadata={"help": "standard or block; both are exact"})
 

@@ -253,6 +253,7 @@ class SuffixDrafter(Drafter):
         parents: list[int] = []
         # Smallest first: minus the chance, then a number that breaks ties; parent, path, and the places that agree.
         queue: list[tuple[float, int, int, tuple[int, ...], Sequence[_Match]]] = [(-1.0, 0, -1, (), matches)]
+        chances: list[float] = []
         number, sureness = 0, 0
         while queue and len(tokens) < limit:
             chance, _, parent, path, group = heapq.heappop(queue)
@@ -261,6 +262,7 @@ class SuffixDrafter(Drafter):
                     sureness = int(-10 * chance)  # of the first token, in tenths: what acceptance is counted by
                 tokens.append(path[-1])
                 parents.append(parent)
+                chances.append(-chance)
                 if len(path) >= max_depth or path[-1] in stop_ids:
                     continue
             node = len(tokens) - 1
@@ -270,7 +272,7 @@ class SuffixDrafter(Drafter):
                 if -own >= least:
                     number += 1
                     heapq.heappush(queue, (own, number, node, (*path, token), agreeing))
-        return Draft(tuple(tokens), tuple(parents), kind=sureness) if tokens else EMPTY
+        return Draft(tuple(tokens), tuple(parents), None, sureness, tuple(chances)) if tokens else EMPTY
 
     def _continuations(
         self, matches: Sequence[_Match], path: Sequence[int]

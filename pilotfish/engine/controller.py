@@ -1,44 +1,50 @@
-"""Controllers: how many nodes each request may draft in the next pass. No tensors, no models, no clock of its own.
+"""Controllers: which arm drafts for each request in the next pass, and how many nodes. No tensors, no clock of its own.
 
 `Fixed` is a number. `Adaptive` maximises expected tokens per second of the whole batch, from measured costs (a pass
-over R rows; a draft over B requests and K tokens) and measured acceptance (per request, per kind of draft, per
-position). Drafting nothing is one of its choices, and never a permanent one: it is probed again.
+over R rows; each arm's drafting) and measured acceptance. Drafting nothing is one of its choices, and never a permanent
+one: it is probed again. An arm is one drafter of an ordered list (`Drafter.arms`); most drafters are their only one.
 
 What keeps it exact: `limits` is asked before anything is drawn, and knows only the past. `cut` looks at a draft, and
-therefore only ever touches tokens that were chosen, not drawn (Draft.probs is None), where any cut is exact.
+therefore only ever touches tokens that were chosen, not drawn (Draft.probs is None), where any cut is exact, and so is
+passing a draft over in favour of the next arm.
 
-    gain of a row   s_k, the share of drafts of this kind whose k-th node was accepted (along a chain it falls with k)
+    gain of a row   s, the chance that the node is accepted (never larger than its parent's)
     value           (B + sum of s) / (t_draft + t_target(B + rows)),  the rows taken in order of s
 """
 
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..decoding.draft import MAX_NODES, Draft
 from ..decoding.request import Request, Step
+from .acceptance import DEEPEST, Acceptance, Rates, accepted_nodes
+from .curve import CostCurve
 
-_MOST = 16  # a pass over more rows than this is not flat on any machine we measured
-_MEMORY = 0.97  # weight of the past after one more observation
-_PRIOR_TRIES = 3.0  # how many observations a request needs before it outweighs what all requests showed
-_PRIOR_RATE = 0.5
-_PROBE_EVERY = 24  # steps without a draft after which one is tried again
+_PROBE_EVERY = 24  # steps without a draft after which an arm is tried again
+_PROBE_SELDOM = 400  # the same for look-ups that failed again and again
+_PROBE_LENGTH = 4  # steps of a look-up's trial: one alone may find nothing
+_ODD = 3.0  # a call's time is believed up to this factor
+_RECENT = 0.05  # weight of a step in what an arm's look-ups bring and cost
 
 
 class Controller(Protocol):
     """Decides the number of nodes; learns from what happened."""
 
     def limits(self, requests: Sequence[Request]) -> list[int]:
-        """The most nodes for each request in the next pass. Called before drafting."""
+        """The most nodes for each request in the next pass, whichever arm drafts. Called before drafting."""
 
-    def cut(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
-        """Shorten drafts that were chosen, not drawn."""
+    def arm_limits(self, arm: int, requests: Sequence[Request]) -> list[int]:
+        """The same for one arm: 0 if it shall not be asked. Called after `limits`."""
+
+    def cut(self, arm: int, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
+        """Shorten drafts that were chosen, not drawn; an empty one passes the request on to the next arm."""
 
     def learn(self, steps: Sequence[Step], drafts: Sequence[Draft]) -> None:
         """What was kept of each draft."""
 
-    def drafted(self, requests: Sequence[Request], drafts: Sequence[Draft], seconds: float) -> None:
-        """What the drafter's call cost."""
+    def drafted(self, arm: int, requests: Sequence[Request], drafts: Sequence[Draft], seconds: float) -> None:
+        """What an arm's call cost."""
 
     def spent(self, num_rows: int, seconds: float) -> None:
         """What the target's pass over ``num_rows`` cost, its verification included."""
@@ -48,7 +54,7 @@ class Controller(Protocol):
 
 
 class Fixed:
-    """Always the same number."""
+    """Always the same number, and the first arm that has an idea."""
 
     def __init__(self, num_nodes: int):
         assert 0 <= num_nodes <= MAX_NODES
@@ -57,13 +63,16 @@ class Fixed:
     def limits(self, requests: Sequence[Request]) -> list[int]:
         return [self.num_nodes] * len(requests)
 
-    def cut(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
+    def arm_limits(self, arm: int, requests: Sequence[Request]) -> list[int]:
+        return [self.num_nodes] * len(requests)
+
+    def cut(self, arm: int, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
         return list(drafts)
 
     def learn(self, steps: Sequence[Step], drafts: Sequence[Draft]) -> None:
         pass
 
-    def drafted(self, requests: Sequence[Request], drafts: Sequence[Draft], seconds: float) -> None:
+    def drafted(self, arm: int, requests: Sequence[Request], drafts: Sequence[Draft], seconds: float) -> None:
         pass
 
     def spent(self, num_rows: int, seconds: float) -> None:
@@ -74,179 +83,229 @@ class Fixed:
 
 
 @dataclass(slots=True)
-class PassCosts:
-    """Seconds of a pass by its number of rows: measured points, straight lines between them, drifting with use."""
+class _Worth:
+    """What an arm's look-ups saved and took of late, in seconds a step. idle: steps without one; patience: how many
+    of those until the next trial, longer after each that failed."""
 
-    points: dict[int, float]
+    saved: float = 0.0
+    taken: float = 0.0
+    num_calls: int = 0
+    idle: int = 0
+    patience: int = _PROBE_EVERY
+    trial: int = _PROBE_LENGTH  # calls that are free
 
-    def seconds(self, num_rows: int) -> float:
-        """Never falls with more rows: a measured dip is noise."""
-        if not self.points or num_rows == 0:
-            return 0.0
-        rows = sorted(self.points)
-        below = [r for r in rows if r <= num_rows]
-        above = [r for r in rows if r > num_rows]
-        if not below:  # between a cost that does not depend on length and one that is proportional
-            return self.points[rows[0]] * (1 + num_rows / rows[0]) / 2
-        low = max(self.points[r] for r in below)
-        if not above:
-            last = below[-1]
-            slope = low / last if len(below) == 1 else max(0.0, (low - self.points[below[-2]]) / (last - below[-2]))
-            return low + slope * (num_rows - last)
-        left, right = below[-1], above[0]
-        high = max(low, self.points[right])
-        return low + (high - low) * (num_rows - left) / (right - left)
+    def note(self, saved: float, taken: float) -> None:
+        self.num_calls += 1
+        if self.num_calls > _PROBE_LENGTH:
+            taken = min(taken, _ODD * self.taken)  # another process had the core
+        weight = max(_RECENT, 1 / self.num_calls)
+        self.saved += weight * (saved - self.saved)
+        self.taken += weight * (taken - self.taken)
+        self.trial = max(0, self.trial - 1)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """Blend in a measurement; outliers (a page fault, another process) are held back."""
-        if num_rows > 4 * _MOST:
-            return  # a prompt
-        known = self.points.get(num_rows)
-        if known is None:
-            self.points[num_rows] = seconds
-        elif seconds < known:  # what was fast once can be so again; slowness may be somebody else's
-            self.points[num_rows] = known + 0.3 * (seconds - known)
-        else:
-            self.points[num_rows] = known + 0.1 * (min(seconds, 2 * known) - known)
+    def ask(self) -> bool:
+        """Whether the next step may look up."""
+        if self.saved > self.taken:
+            self.idle, self.patience = 0, _PROBE_EVERY
+            return True
+        if self.trial:
+            return True
+        self.idle += 1
+        if self.idle < self.patience:
+            return False
+        self.idle, self.patience, self.trial = 0, min(2 * self.patience, _PROBE_SELDOM), _PROBE_LENGTH
+        return True
 
 
 @dataclass(slots=True)
-class _Rate:
-    """A share with a fading memory."""
+class _Arm:
+    """What is known of one drafter.
 
-    hits: float = 0.0
-    tries: float = 0.0
+    costs: seconds of a call by the length of its longest draft. estimates: whether its drafts carry chances, in which
+    case `cut` decides, and before drafting all there is to ask is whether its calls save more than they take; that
+    depends on how many requests run (``worth``, by the bit length of their number).
+    """
 
-    def observe(self, hit: bool) -> None:
-        self.hits = self.hits * _MEMORY + hit
-        self.tries = self.tries * _MEMORY + 1
+    costs: CostCurve = field(default_factory=CostCurve)
+    kinds: set[object] = field(default_factory=set)
+    estimates: bool = False
+    worth: dict[int, _Worth] = field(default_factory=dict)
+    seconds: float = 0.0  # of the call that is being judged
 
-    def fade(self) -> None:
-        self.hits *= _MEMORY
-        self.tries *= _MEMORY
-
-    def mean(self, prior: float) -> float:
-        return (self.hits + prior * _PRIOR_TRIES) / (self.tries + _PRIOR_TRIES)
+    def worth_at(self, num_requests: int) -> _Worth:
+        fresh = _Worth(trial=max(_PROBE_LENGTH, _PROBE_EVERY // num_requests))
+        return self.worth.setdefault(num_requests.bit_length(), fresh)
 
 
 @dataclass(slots=True)
-class _Memory:
-    """Acceptance by kind of draft and index of the node; index _MOST - 1 stands for all later ones."""
+class _Own:
+    """What is known of one request. granted: per arm, nodes allowed in this step. idle: per arm, steps without."""
 
-    rates: dict[tuple[Hashable, int], _Rate] = field(default_factory=dict)
-    idle: int = 0  # steps since the last draft
-
-    def observe(self, kind: Hashable, accepted: Set[int], num_drafted: int) -> None:
-        for node in range(_MOST):
-            if node < num_drafted:
-                self.rates.setdefault((kind, node), _Rate()).observe(node in accepted)
-            elif (kind, node) in self.rates:
-                self.rates[kind, node].fade()  # long not tried: what the nodes before it promise counts again
-
-    def mean(self, kind: Hashable, node: int, prior: float) -> float:
-        rate = self.rates.get((kind, node))
-        return prior if rate is None else rate.mean(prior)
-
-
-def _accepted(draft: Draft, step: Step) -> set[int]:
-    """The nodes on the accepted path, read off the emitted tokens."""
-    nodes: set[int] = set()
-    children, node = draft.children(), -1
-    for token in step.tokens[: step.num_accepted]:
-        node = next(child for child in children[node] if draft.tokens[child] == token)
-        nodes.add(node)
-    return nodes
+    granted: list[int]
+    idle: list[int]
+    rates: Rates = field(default_factory=dict)
+    drafted: int = 0  # the arm whose draft is being judged
 
 
 class Adaptive:
-    """As many nodes as pay, for each request, in each step. costs: of a target pass, measured at the start."""
+    """As many nodes as pay, for each request, in each step. costs: of a target pass, measured at the start.
 
-    def __init__(self, costs: PassCosts, most: int = _MOST):
-        self.costs, self.most = costs, min(most, _MOST)
-        self.draft_costs = PassCosts({})  # by the length of the longest draft; a look-up's hardly depends on it
-        self._everyone = _Memory()
-        self._own: dict[str, _Memory] = {}
-        self._kinds: set[Hashable] = set()
+    predicted_gain: over all steps so far, tokens per second over plain decoding's, by its own costs and chances.
+    num_judged: tokens that these steps gave.
+    """
+
+    def __init__(self, costs: CostCurve, *, num_arms: int = 1, most: int = MAX_NODES):
+        self.costs, self.most = costs, most
+        self.acceptance = Acceptance()
+        self._arms = [_Arm() for _ in range(num_arms)]
+        self._own: dict[str, _Own] = {}
+        self._expected_tokens = self._step_seconds = 0.0
+        self._plain_seconds = self._seconds = 0.0
+        self.num_judged = 0
+
+    # -- before drafting -----------------------------------------------------------------------------------------
 
     def limits(self, requests: Sequence[Request]) -> list[int]:
-        survivals = [self._best_survival(request) for request in requests]
-        chosen = self._choose(survivals, self.draft_costs)
-        for i, request in enumerate(requests):
-            own = self._memory(request)
-            own.idle = 0 if chosen[i] else own.idle + 1
-            if own.idle > _PROBE_EVERY:
-                chosen[i], own.idle = 1, 0
-        return chosen
+        for arm in range(len(self._arms)):
+            self._grant(arm, requests)
+        self._expected_tokens, self._step_seconds = float(len(requests)), 0.0
+        return [max(self._of(request).granted) for request in requests]
 
-    def cut(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
-        cuttable = [
-            i for i, draft in enumerate(drafts) if draft.probs is None and draft.kind is not None and len(draft)
-        ]
+    def arm_limits(self, arm: int, requests: Sequence[Request]) -> list[int]:
+        return [self._of(request).granted[arm] for request in requests]
+
+    def _grant(self, arm: int, requests: Sequence[Request]) -> None:
+        known = self._arms[arm]
+        if known.estimates:
+            length = self.most if known.worth_at(len(requests)).ask() else 0
+            for request in requests:
+                self._of(request).granted[arm] = length
+            return
+        lengths = self._choose([self._typical(arm, request) for request in requests], known.costs)
+        for request, length in zip(requests, lengths, strict=True):
+            own = self._of(request)
+            own.idle[arm] = 0 if length else own.idle[arm] + 1
+            if own.idle[arm] > _PROBE_EVERY:
+                length, own.idle[arm] = 1, 0
+            own.granted[arm] = length
+
+    def _typical(self, arm: int, request: Request) -> list[float]:
+        """Of all kinds seen, the one with the most expected tokens: which kind comes is known only after drafting."""
+        own, kinds = self._of(request).rates, self._arms[arm].kinds or {None}
+        most = min(self.most, DEEPEST)
+        return max((self.acceptance.typical(own, arm, kind, most) for kind in kinds), key=sum)
+
+    # -- after drafting ------------------------------------------------------------------------------------------
+
+    def drafted(self, arm: int, requests: Sequence[Request], drafts: Sequence[Draft], seconds: float) -> None:
+        known = self._arms[arm]
+        known.seconds = seconds
+        self._step_seconds += seconds
+        if all(request.num_output for request in requests):
+            # Else a draft model reads the prompt, and a look-up indexes it: no measure of drafting.
+            known.costs.observe(max(map(len, drafts)), seconds)
+
+    def cut(self, arm: int, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
+        known = self._arms[arm]
+        known.estimates = known.estimates or any(draft.chances is not None for draft in drafts)
+        cuttable = [i for i, draft in enumerate(drafts) if len(draft) and _was_chosen(draft)]
         fixed_rows = sum(len(draft) for i, draft in enumerate(drafts) if i not in cuttable)
-        survivals = [self._survival(requests[i], drafts[i].kind, len(drafts[i])) for i in cuttable]
-        lengths = self._choose(survivals, PassCosts({}), fixed_rows + len(drafts) - len(cuttable))
+        chances = [self._chances(arm, requests[i], drafts[i]) for i in cuttable]
+        lengths = self._choose(chances, CostCurve(), fixed_rows + len(drafts) - len(cuttable))
         result = list(drafts)
-        for i, length in zip(cuttable, lengths, strict=True):
-            known = self._memory(requests[i])
-            if length == 0 and known.idle >= _PROBE_EVERY:
-                length, known.idle = 1, 0
+        for i, own_chances, length in zip(cuttable, chances, lengths, strict=True):
+            own = self._of(requests[i])
+            if length == 0 and own.idle[arm] >= _PROBE_EVERY:
+                length, own.idle[arm] = 1, 0
             elif length == 0:
-                known.idle += 1
+                own.idle[arm] += 1
+            elif self._value(len(requests), sum(own_chances[:length]), length) < self._best_later(arm, requests[i]):
+                length = 0
             result[i] = drafts[i].first(length)
+        self._account(arm, requests, result)
         return result
 
-    def learn(self, steps: Sequence[Step], drafts: Sequence[Draft]) -> None:
-        for step, draft in zip(steps, drafts, strict=True):
-            if len(draft) and step.tokens and not step.finish:  # of a run cut short not every node was decided
-                self._kinds.add(draft.kind)
-                accepted = _accepted(draft, step)
-                for memory in (self._everyone, self._memory(step.request)):
-                    memory.observe(draft.kind, accepted, len(draft))
+    def _account(self, arm: int, requests: Sequence[Request], drafts: Sequence[Draft]) -> None:
+        """What the step shall bring, and whether the arm was worth asking."""
+        gain = 0.0
+        for request, draft in zip(requests, drafts, strict=True):
+            if len(draft):
+                self._of(request).drafted = arm
+                gain += sum(self._chances(arm, request, draft))
+        self._expected_tokens += gain
+        num, known = len(requests), self._arms[arm]
+        if known.estimates and all(request.num_output for request in requests):
+            plain = self.costs.seconds(num)
+            longer = self.costs.seconds(num + sum(map(len, drafts))) - plain
+            known.worth_at(num).note(gain * plain / num - longer, known.seconds)
 
-    def drafted(self, requests: Sequence[Request], drafts: Sequence[Draft], seconds: float) -> None:
-        longest = max(map(len, drafts))
-        if longest == 0 or any(request.num_output == 0 for request in requests):
-            return  # at first a draft model reads the prompt: no measure of drafting
-        self.draft_costs.observe(longest, seconds)
+    def _chances(self, arm: int, request: Request, draft: Draft) -> list[float]:
+        return self.acceptance.expected(self._of(request).rates, arm, draft)
+
+    def _value(self, num_requests: int, gain: float, num_nodes: int, drafting: float = 0.0) -> float:
+        """Tokens per second if all requests drafted like this."""
+        return (1 + gain) * num_requests / (self.costs.seconds(num_requests * (1 + num_nodes)) + drafting)
+
+    def _best_later(self, arm: int, request: Request) -> float:
+        """What the best arm behind this one promises, had it to draft for this request alone; 0 if there is none."""
+        best = 0.0
+        for later in range(arm + 1, len(self._arms)):
+            length, known = self._of(request).granted[later], self._arms[later]
+            if length and not known.estimates:
+                gain = sum(self._typical(later, request)[:length])
+                best = max(best, self._value(1, gain, length, known.costs.seconds(length)))
+        return best
+
+    # -- after the pass ------------------------------------------------------------------------------------------
 
     def spent(self, num_rows: int, seconds: float) -> None:
         self.costs.observe(num_rows, seconds)
 
+    def learn(self, steps: Sequence[Step], drafts: Sequence[Draft]) -> None:
+        for step, draft in zip(steps, drafts, strict=True):
+            if len(draft) and step.tokens and not step.finish:  # of a run cut short not every node was decided
+                own = self._of(step.request)
+                self._arms[own.drafted].kinds.add(draft.kind)
+                accepted = accepted_nodes(draft, step.tokens[: step.num_accepted])
+                self.acceptance.observe(own.rates, own.drafted, draft, accepted)
+        judged = [step for step in steps if step.tokens]
+        if judged:
+            num_rows = len(judged) + sum(map(len, drafts))
+            self.num_judged += sum(len(step.tokens) for step in judged)
+            self._plain_seconds += self._expected_tokens * self.costs.seconds(len(judged)) / len(judged)
+            self._seconds += self.costs.seconds(num_rows) + self._step_seconds
+
     def release(self, request: Request) -> None:
         self._own.pop(request.id, None)
 
-    def predicted_speedup(self, request: Request) -> float:
-        """Tokens per second with the present choice over those of plain decoding, as the controller sees it."""
-        survival = self._best_survival(request)
-        (length,) = self._choose([survival], self.draft_costs)
-        seconds = self.costs.seconds(1 + length) + self.draft_costs.seconds(length)
-        return (1 + sum(survival[:length])) * self.costs.seconds(1) / seconds
+    @property
+    def predicted_gain(self) -> float:
+        return self._plain_seconds / self._seconds if self._seconds else 1.0
 
-    def _memory(self, request: Request) -> _Memory:
-        return self._own.setdefault(request.id, _Memory())
+    # -- small helpers -------------------------------------------------------------------------------------------
 
-    def _survival(self, request: Request, kind: Hashable, length: int) -> list[float]:
-        own, result, prior = self._memory(request), list[float](), _PRIOR_RATE
-        for node in range(min(length, self.most)):
-            result.append(own.mean(kind, node, self._everyone.mean(kind, node, prior)))
-            prior = result[-1] ** ((node + 2) / (node + 1))  # an unknown node goes on as those before it fell
-        return result
+    def _of(self, request: Request) -> _Own:
+        num_arms = len(self._arms)
+        return self._own.setdefault(request.id, _Own([0] * num_arms, [0] * num_arms))
 
-    def _best_survival(self, request: Request) -> list[float]:
-        """Of all kinds seen, the one with the most expected tokens: which kind comes is known only after drafting."""
-        kinds = self._kinds or {None}
-        return max((self._survival(request, kind, self.most) for kind in kinds), key=sum)
+    def _choose(self, chances: Sequence[Sequence[float]], drafting: CostCurve, fixed_rows: int = 0) -> list[int]:
+        """Lengths that maximise (tokens) / (seconds); rows are taken in order of their chances.
 
-    def _choose(self, survivals: Sequence[Sequence[float]], drafting: PassCosts, fixed_rows: int = 0) -> list[int]:
-        """Lengths that maximise (tokens) / (seconds); rows are taken in order of their survival."""
-        rows = sorted(((s, i) for i, own in enumerate(survivals) for s in own), reverse=True)
-        lengths, base = [0] * len(survivals), len(survivals) + fixed_rows
+        The step's own ratio, not the pace of late: how many tokens lie in easy and in hard stretches is the text's
+        affair, so each stretch is best passed at its own best pace.
+        """
+        rows = sorted(((s, -node, i) for i, own in enumerate(chances) for node, s in enumerate(own)), reverse=True)
+        lengths, base = [0] * len(chances), len(chances) + fixed_rows
         best, tokens = list(lengths), float(base)
         best_value = base / self.costs.seconds(base) if base else 0.0
-        for count, (s, i) in enumerate(rows, start=1):
+        for count, (s, _, i) in enumerate(rows, start=1):
             tokens += s
             lengths[i] += 1
             value = tokens / (self.costs.seconds(base + count) + drafting.seconds(max(lengths)))
             if value > best_value:
                 best, best_value = list(lengths), value
         return best
+
+
+def _was_chosen(draft: Draft) -> bool:
+    return draft.probs is None and (draft.kind is not None or draft.chances is not None)

@@ -81,10 +81,6 @@ class Engine:
             )
         self.cache = self._new_cache(options)
         self.cache.prefix_sharing = options.enable_prefix_caching
-        self.controller: Controller = (
-            Adaptive(measured(target)) if num_speculative_tokens == "auto" else Fixed(num_speculative_tokens)
-        )
-        self.scheduler = Scheduler(self.cache, options, self.controller.limits)
         self.drafter = build_drafter(
             Setting(
                 target=target.info,
@@ -102,6 +98,12 @@ class Engine:
         )
         if rule == "block" and self.drafter.trees:
             raise OptionError("rejection_sample_method 'block' is for chains, and this method drafts trees")
+        self.controller: Controller = (
+            Adaptive(measured(target), num_arms=len(self.drafter.arms))
+            if num_speculative_tokens == "auto"
+            else Fixed(num_speculative_tokens)
+        )
+        self.scheduler = Scheduler(self.cache, options, self.controller.limits)
         self._next_id = 0
         self.num_failed_drafts = 0
 
@@ -191,22 +193,28 @@ class Engine:
         return [self._report(step) for step in steps]
 
     def _draft(self, plan: Plan) -> list[Draft]:
-        """Ask the drafter. Whatever goes wrong there costs speed, never a request, and is logged."""
-        wanted = plan.drafting
-        if not wanted:
-            return [EMPTY] * len(plan.entries)
-        requests = [entry.request for entry in wanted]
+        """Ask the drafters in turn. Whatever goes wrong there costs speed, never a request, and is logged."""
+        drafts: dict[str, Draft] = {}
+        for arm, (drafter, most) in enumerate(self.drafter.arms):
+            waiting = [entry for entry in plan.drafting if entry.request.id not in drafts]
+            allowed = self.controller.arm_limits(arm, [entry.request for entry in waiting])
+            limits = [min(entry.limit, own, most) for entry, own in zip(waiting, allowed, strict=True)]
+            requests = [entry.request for entry, limit in zip(waiting, limits, strict=True) if limit]
+            found = self._ask(arm, drafter, requests, [limit for limit in limits if limit]) if requests else []
+            drafts.update({request.id: draft for request, draft in zip(requests, found, strict=True) if len(draft)})
+        return [drafts.get(entry.request.id, EMPTY) for entry in plan.entries]
+
+    def _ask(self, arm: int, drafter: Drafter, requests: list[Request], limits: list[int]) -> list[Draft]:
         started = time.perf_counter()
         try:
-            proposed = self.drafter.propose(requests, [entry.limit for entry in wanted])
-            proposed = [self._admissible(draft, entry.limit) for draft, entry in zip(proposed, wanted, strict=True)]
+            proposed = drafter.propose(requests, limits)
+            proposed = [self._admissible(draft, limit) for draft, limit in zip(proposed, limits, strict=True)]
         except Exception:
             self.num_failed_drafts += 1
             log.exception("the drafter failed; this step decodes plainly (%d so far)", self.num_failed_drafts)
-            return [EMPTY] * len(plan.entries)
-        self.controller.drafted(requests, proposed, time.perf_counter() - started)
-        by_id = dict(zip([request.id for request in requests], self.controller.cut(requests, proposed), strict=True))
-        return [by_id.get(entry.request.id, EMPTY) for entry in plan.entries]
+            return [EMPTY] * len(requests)
+        self.controller.drafted(arm, requests, proposed, time.perf_counter() - started)
+        return self.controller.cut(arm, requests, proposed)
 
     def _observe(self, steps: Sequence[Step], taps: Mapping[int, Tensor]) -> None:
         try:
@@ -254,7 +262,8 @@ class Engine:
             log.error("%s", judgement)
             request.error = str(judgement)
             text = request.finish_with(FinishReason.ERROR)
-            return Step(request, kept=range(0), pieces=(text,), finish=request.finish)
+            num_rows = entry.num_trunk + len(draft)
+            return Step(request, kept=range(0), pieces=(text,), finish=request.finish, num_rows=num_rows)
         verdict: Verdict | None
         verdict, logprobs = judgement if judgement is not None else (None, [])
         return request.advance(entry.num_trunk, draft, verdict, logprobs)

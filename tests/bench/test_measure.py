@@ -70,7 +70,7 @@ def draft(name: str = "draft") -> Loaded:
 def bench(
     prompts: str, loaded: Loaded | None = None, methods: Sequence[Any] = ({"method": "ngram"},), **options: Any
 ) -> Report:
-    given = {"repeats": 1, "max_tokens": 12} | options
+    given = {"repeats": 1, "max_tokens": 12, "num_speculative_tokens": "5"} | options
     return run_bench(BenchOptions(prompts=prompts, **given), loaded or target(), methods)
 
 
@@ -109,7 +109,11 @@ def test_a_row_per_method_and_category_with_all_figures(prompts: str) -> None:
 def test_a_perfect_draft_is_accepted_whole(prompts: str) -> None:
     loaded = target()
     report = bench(
-        prompts, loaded, [{"method": "draft_model", "model": loaded, "num_speculative_tokens": 3}], max_tokens=17
+        prompts,
+        loaded,
+        [{"method": "draft_model", "model": loaded, "num_speculative_tokens": 3}],
+        max_tokens=17,
+        num_speculative_tokens="3",
     )
     row = row_of(report, "draft_model")
     assert row.alpha == 1.0

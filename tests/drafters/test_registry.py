@@ -14,7 +14,7 @@ from pilotfish.errors import OptionError
 
 def test_every_file_is_a_method():
     folder = Path(inspect.getfile(registry)).parent
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "base", "drawing", "registry"}
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "base", "drawing", "growing", "registry", "states"}
     assert set(registry.methods()) == files
     assert {"none", "ngram", "draft_model"} <= files
 
@@ -42,12 +42,12 @@ def test_flags_name_one_thing_each():
 @pytest.mark.parametrize(
     ("config", "method", "k"),
     [
-        (None, "none", 5),
-        ({}, "none", 5),
-        ({"method": "none"}, "none", 5),
+        (None, "none", "auto"),
+        ({}, "none", "auto"),
+        ({"method": "none"}, "none", "auto"),
         ({"method": "ngram", "num_speculative_tokens": 3}, "ngram", 3),
-        ({"prompt_lookup_max": 3}, "ngram", 5),
-        ({"model": "x"}, "draft_model", 5),
+        ({"prompt_lookup_max": 3}, "ngram", "auto"),
+        ({"model": "x"}, "draft_model", "auto"),
         ({"assistant_model": "x", "num_assistant_tokens": 7}, "draft_model", 7),
         ({"prompt_lookup_num_tokens": 9}, "ngram", 9),
         ({"prompt_lookup_num_tokens": 9, "max_matching_ngram_size": 3}, "ngram", 9),

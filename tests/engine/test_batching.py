@@ -14,7 +14,8 @@ from pilotfish.decoding.noise import fold
 from pilotfish.decoding.request import Request
 from pilotfish.decoding.sampling import SamplingParams
 from pilotfish.drafters import registry
-from pilotfish.engine.controller import Fixed, PassCosts
+from pilotfish.engine.controller import Fixed
+from pilotfish.engine.curve import CostCurve
 from pilotfish.models.load import Loaded
 from tests.adversaries import adversaries, foresight, method_config, random_trees
 from tests.fakes import TableModel, drain, engine, oracle, run
@@ -178,7 +179,7 @@ def test_several_choices():
 def test_a_measured_k_changes_nothing(name, rule, monkeypatch):
     """Whatever passes are said to cost: nothing pays, everything pays, and what this machine really takes."""
     for points in ({1: 1.0, 2: 9.0}, {1: 1.0, 16: 1.0}, {1: 1e-4, 16: 2e-4}):
-        monkeypatch.setattr("pilotfish.engine.engine.measured", lambda _, points=points: PassCosts(dict(points)))
+        monkeypatch.setattr("pilotfish.engine.engine.measured", lambda _, points=points: CostCurve(dict(points)))
         found = engine(MODEL, build(name), k="auto", rule=rule)
         requests = [found.add(*case)[0] for case in MIXED]
         drain(found)
@@ -199,7 +200,7 @@ class Whimsical(Fixed):
     def limits(self, requests: Sequence[Request]) -> list[int]:
         return [self.source.randrange(9) for _ in requests]
 
-    def cut(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
+    def cut(self, arm: int, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
         return [d.first(self.source.randrange(len(d) + 1)) if d.probs is None else d for d in drafts]
 
 

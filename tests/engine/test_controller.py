@@ -9,7 +9,8 @@ from pilotfish.decoding.draft import EMPTY, Draft, chain
 from pilotfish.decoding.request import Request, Step
 from pilotfish.decoding.sampling import SamplingParams
 from pilotfish.decoding.theory import best_num_drafted, walltime_factor
-from pilotfish.engine.controller import Adaptive, Fixed, PassCosts
+from pilotfish.engine.controller import Adaptive, Fixed
+from pilotfish.engine.curve import CostCurve
 
 FLAT = {1: 1.0, 2: 1.02, 4: 1.05, 8: 1.15, 16: 1.4}
 STEEP = {1: 1.0, 2: 1.9, 4: 3.6, 8: 7.0, 16: 14.0}
@@ -33,8 +34,8 @@ class Machine:
         kind: Callable[[int], Hashable] = lambda _step: None,
         by_kind: dict[Hashable, float] | None = None,
     ):
-        self.truth = PassCosts(dict(points))
-        self.controller = Adaptive(PassCosts(dict(points)))
+        self.truth = CostCurve(dict(points))
+        self.controller = Adaptive(CostCurve(dict(points)))
         self.alpha, self.per_token, self.kind, self.by_kind = alpha, per_token, kind, by_kind or {}
         self.random = random.Random(0)
         self.seconds, self.tokens, self.num_steps = 0.0, 0, 0
@@ -47,8 +48,8 @@ class Machine:
         asked = [(r, d) for r, d in zip(requests, proposed, strict=True) if len(d)]
         drafting = self.per_token * max(limits)
         if asked:
-            self.controller.drafted([r for r, _ in asked], [d for _, d in asked], drafting)
-        cut = dict(zip([r.id for r, _ in asked], self.controller.cut([r for r, _ in asked], [d for _, d in asked]),
+            self.controller.drafted(0, [r for r, _ in asked], [d for _, d in asked], drafting)
+        cut = dict(zip([r.id for r, _ in asked], self.controller.cut(0, [r for r, _ in asked], [d for _, d in asked]),
                        strict=True))  # fmt: skip
         drafts = [cut.get(r.id, EMPTY) for r in requests]
         rows = sum(len(draft) + 1 for draft in drafts)
@@ -115,10 +116,10 @@ def test_kinds_are_told_apart() -> None:
 def test_drawn_drafts_are_never_cut() -> None:
     import torch
 
-    controller = Adaptive(PassCosts(dict(STEEP)))
+    controller = Adaptive(CostCurve(dict(STEEP)))
     drawn = chain([1, 2, 3], torch.full((3, 8), 1 / 8), kind="worthless")
     for _ in range(50):
-        assert controller.cut([request()], [drawn]) == [drawn]
+        assert controller.cut(0, [request()], [drawn]) == [drawn]
         controller.learn([Step(request(), range(1), (0,))], [drawn])
 
 
@@ -133,16 +134,114 @@ def test_a_full_batch_drafts_less_than_a_single_request() -> None:
 def test_fixed_is_fixed() -> None:
     controller = Fixed(3)
     assert controller.limits([request(), request()]) == [3, 3]
-    assert controller.cut([request()], [EMPTY]) == [EMPTY]
+    assert controller.cut(0, [request()], [EMPTY]) == [EMPTY]
 
 
-def test_costs_never_fall_and_go_on_beyond_the_last_point() -> None:
-    costs = PassCosts({1: 1.0, 4: 0.9, 8: 2.0, 16: 4.0})
-    seconds = [costs.seconds(rows) for rows in range(1, 40)]
-    assert seconds == sorted(seconds)
-    assert costs.seconds(24) == pytest.approx(6.0)
-    for _ in range(200):
-        costs.observe(8, 1.0)
-    assert costs.seconds(8) == pytest.approx(1.0, abs=0.05)
-    costs.observe(8, 1000.0)
-    assert costs.seconds(8) < 1.2
+# -- drafts that carry estimates, and several arms ------------------------------------------------------------------
+
+
+class Lookups:
+    """A world in which look-ups estimate their own chances, with a bias, and a second arm may stand behind them."""
+
+    def __init__(
+        self, points: dict[int, float], *, bias: float = 1.0, seconds: float = 0.0, second: float | None = None
+    ):
+        self.truth = CostCurve(points)
+        self.controller = Adaptive(CostCurve(points), num_arms=1 if second is None else 2)
+        self.bias, self.seconds_a_call, self.second = bias, seconds, second
+        self.random = random.Random(1)
+        self.asked: list[int] = []
+
+    def run(self, num_steps: int, level: Callable[[random.Random], float], requests: list[Request]) -> float:
+        seconds, tokens = 0.0, 0
+        for _ in range(num_steps):
+            self.controller.limits(requests)
+            drafts, drafting = self._draft(level, requests)
+            rows = sum(len(draft) + 1 for draft in drafts)
+            steps = []
+            for one, draft in zip(requests, drafts, strict=True):
+                chances = draft.chances or tuple((self.second or 0) ** (i + 1) for i in range(len(draft)))
+                draw, accepted = self.random.random(), 0
+                while accepted < len(draft) and draw < min(
+                    1.0, chances[accepted] * (self.bias if draft.chances else 1)
+                ):
+                    accepted += 1
+                steps.append(Step(one, range(1), tuple([0] * (accepted + 1)), num_accepted=accepted))
+                tokens += accepted + 1
+            spent = self.truth.seconds(rows)
+            self.controller.spent(rows, spent)
+            self.controller.learn(steps, drafts)
+            seconds += spent + drafting
+        return tokens * self.truth.seconds(len(requests)) / len(requests) / seconds
+
+    def _draft(self, level: Callable[[random.Random], float], requests: list[Request]) -> tuple[list[Draft], float]:
+        drafts, drafting = [EMPTY] * len(requests), 0.0
+        for arm in range(1 if self.second is None else 2):
+            waiting = [i for i, draft in enumerate(drafts) if not len(draft)]
+            limits = self.controller.arm_limits(arm, [requests[i] for i in waiting])
+            asked = [(i, limit) for i, limit in zip(waiting, limits, strict=True) if limit]
+            if not asked:
+                continue
+            own = [requests[i] for i, _ in asked]
+            if arm == 0:
+                chance = [level(self.random) for _ in asked]
+                made = [chain([0] * 6, chances=tuple(c ** (k + 1) for k in range(6))) for c in chance]
+            else:
+                made = [chain([0] * min(limit, 8)) for _, limit in asked]
+            seconds = self.seconds_a_call if arm == 0 else 0.2 * max(map(len, made))
+            self.asked.append(arm)
+            drafting += seconds
+            self.controller.drafted(arm, own, made, seconds)
+            cut = self.controller.cut(arm, own, made) if arm == 0 else made
+            if arm == 1:
+                self.controller.cut(arm, own, made)
+            for (i, _), draft in zip(asked, cut, strict=True):
+                drafts[i] = draft
+        return drafts, drafting
+
+
+def several(num: int) -> list[Request]:
+    return [request(str(i)) for i in range(num)]
+
+
+def test_estimates_are_believed_from_the_first_step_on() -> None:
+    world = Lookups({1: 1.0, 8: 2.0, 16: 4.0})
+    assert world.run(4, lambda _r: 0.95, several(1)) > 1.5
+
+
+def test_estimates_that_are_too_good_are_found_out() -> None:
+    honest, boasting = Lookups({1: 1.0, 8: 2.5, 16: 5.0}), Lookups({1: 1.0, 8: 2.5, 16: 5.0}, bias=0.1)
+    assert honest.run(300, lambda r: r.choice([0.1, 0.8]), several(1)) > 1.2
+    boasting.run(150, lambda r: r.choice([0.1, 0.8]), several(1))
+    assert boasting.run(300, lambda r: r.choice([0.1, 0.8]), several(1)) > 0.97
+
+
+def test_lookups_that_save_less_than_they_take_are_given_up_and_tried_again() -> None:
+    world = Lookups(STEEP, seconds=0.05)
+    world.run(200, lambda _r: 0.3, several(1))
+    world.asked.clear()
+    assert world.run(400, lambda _r: 0.3, several(1)) > 0.99
+    assert 0 < len(world.asked) < 40
+    world.truth, world.controller.costs = CostCurve(FLAT), CostCurve(FLAT)
+    world.run(900, lambda _r: 0.9, several(1))
+    assert world.run(200, lambda _r: 0.9, several(1)) > 2
+
+
+def test_a_poor_draft_is_passed_over_for_an_arm_that_promises_more() -> None:
+    """Look-ups of 30 % before a model that is right in 90 %: the model drafts. Of 99 %: they do, at no cost."""
+    poor = Lookups(FLAT, second=0.9)
+    poor.run(200, lambda _r: 0.3, several(1))
+    poor.asked.clear()
+    assert poor.run(200, lambda _r: 0.3, several(1)) > 1.5
+    assert poor.asked.count(1) > 150
+    good = Lookups(FLAT, second=0.9)
+    good.run(200, lambda _r: 0.99, several(1))
+    good.asked.clear()
+    good.run(200, lambda _r: 0.99, several(1))
+    assert good.asked.count(1) < 20
+
+
+def test_it_says_what_it_expects() -> None:
+    machine = Machine(FLAT, lambda _step: 0.8, per_token=0.05)
+    machine.run(200)
+    assert machine.controller.predicted_gain == pytest.approx(machine.run(200), rel=0.15)

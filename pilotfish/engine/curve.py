@@ -1,0 +1,81 @@
+"""CostCurve: seconds of a pass by its number of rows (or of a draft by its length). No clock of its own.
+
+It does not know what is timed. The one trick is that noise only ever adds: a pass over more rows was never cheaper than
+one over fewer, so the fastest time seen for *any* larger number bounds a smaller one's, and one bad measurement among
+several does no harm. What slows all passes alike (another process, a longer text) is kept apart as one factor, for
+choices depend on ratios.
+"""
+
+from collections.abc import Mapping
+
+NUM_ROWS = 64  # entries; beyond them the curve goes on as its last part
+_DRIFT = 0.1  # weight of a new measurement in the factor
+_STEP = 0.02  # in an entry, relative to the factor
+_ODD = 2.0  # a measurement is believed up to this factor
+
+
+class CostCurve:
+    """points: {rows: seconds}, straight lines between them; may be empty: then the first measurement sets the scale."""
+
+    def __init__(self, points: Mapping[int, float] | None = None):
+        self.drift = 1.0
+        self.points = dict(points or {})
+        self._table = _interpolated(self.points) if self.points else []
+
+    def seconds(self, num_rows: int) -> float:
+        """Of a pass over this many rows, at the machine's present pace; 0 while nothing is known."""
+        if not self._table or num_rows <= 0:
+            return 0.0
+        if num_rows < len(self._table):
+            return self._table[num_rows] * self.drift
+        half = NUM_ROWS // 2
+        slope = (self._table[NUM_ROWS] - self._table[half]) / (NUM_ROWS - half)
+        return (self._table[NUM_ROWS] + slope * (num_rows - NUM_ROWS)) * self.drift
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """Blend in a measurement."""
+        if num_rows <= 0 or num_rows > NUM_ROWS or seconds <= 0:
+            return  # a prompt
+        if not self._table:
+            self._table = _interpolated({num_rows: seconds})
+            return
+        ratio = seconds / self._table[num_rows]
+        believed = min(max(ratio / self.drift, 1 / _ODD), _ODD)
+        self.drift += _DRIFT * (believed - 1) * self.drift
+        self._move(num_rows, 1 + _STEP * (min(max(ratio / self.drift, 1 / _ODD), _ODD) - 1))
+
+    def _move(self, num_rows: int, factor: float) -> None:
+        table = self._table
+        value = table[num_rows] = table[num_rows] * factor
+        for row in range(num_rows - 1, 0, -1):
+            if table[row] <= value:
+                break
+            table[row] = value
+        for row in range(num_rows + 1, len(table)):
+            if table[row] >= value:
+                break
+            table[row] = value
+
+
+def _interpolated(points: Mapping[int, float]) -> list[float]:
+    """A table from 0 to NUM_ROWS, never falling."""
+    rows = sorted(points)
+    least: dict[int, float] = {}
+    bound = float("inf")
+    for row in reversed(rows):
+        bound = least[row] = min(bound, points[row])
+    table = [0.0] * (NUM_ROWS + 1)
+    for row in range(1, NUM_ROWS + 1):
+        left = max((r for r in rows if r <= row), default=None)
+        right = min((r for r in rows if r >= row), default=None)
+        if left is None:  # between a cost that does not depend on the number and one that is proportional
+            table[row] = least[rows[0]] * (1 + row / rows[0]) / 2
+        elif right is None:
+            before = rows[-2] if len(rows) > 1 else 0
+            slope = (least[left] - least.get(before, 0.0)) / (left - before)
+            table[row] = least[left] + slope * (row - left)
+        elif left == right:
+            table[row] = least[row]
+        else:
+            table[row] = least[left] + (least[right] - least[left]) * (row - left) / (right - left)
+    return table
