@@ -13,7 +13,7 @@ from torch import Tensor
 from ..decoding.draft import EMPTY, Draft, chain
 from ..decoding.request import Request, Step
 from ..drafters.base import Drafter
-from ..models.base import CausalLM, ModelOutput
+from ..models.base import CausalLM, Ends, ModelOutput
 from ..paged.batch import Batch
 from ..paged.cache import KVCache
 
@@ -53,6 +53,9 @@ class AskewLM:
 
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
         return self.model.new_cache(num_pages, page_size)
+
+    def ends(self) -> Ends:
+        return self.model.ends()
 
     def forward(
         self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = (), layers: Sequence[int] | None = None

@@ -132,16 +132,28 @@ class Ground:
     @property
     def num_beside(self) -> int:
         """Rows of a verification pass beside any one of them, about."""
-        return len(self.prompts) * (1 + (TYPICAL_DRAFT if self.num_drafted == "auto" else self.num_drafted)) - 1
+        return self.num_seats * (1 + (TYPICAL_DRAFT if self.num_drafted == "auto" else self.num_drafted)) - 1
 
-    def engine(self, build: Build | None = None, *, num_drafted: int | None = None, rule: Rule | None = None) -> Engine:
-        """An engine with seats for all prompts: the method under test, or another drafter."""
+    @property
+    def num_seats(self) -> int:
+        """Prompts that run at once."""
+        return min(len(self.prompts), self.options.concurrency)
+
+    def engine(
+        self,
+        build: Build | None = None,
+        *,
+        num_drafted: int | None = None,
+        rule: Rule | None = None,
+        num_seats: int | None = None,
+    ) -> Engine:
+        """An engine with seats for as many prompts as shall run at once: the method under test, or another drafter."""
         info = self.model.info
         longest = max(map(len, self.prompts)) + self.options.max_tokens + 1
         return Engine(
             self.model,
             build or self.build,
-            EngineOptions(max_num_seqs=len(self.prompts), max_model_len=min(info.context, longest)),
+            EngineOptions(max_num_seqs=num_seats or self.num_seats, max_model_len=min(info.context, longest)),
             tokenizer=self.tokenizer,
             rule=rule or self.rule,
             num_speculative_tokens=self.num_drafted if num_drafted is None else num_drafted,

@@ -17,7 +17,7 @@ from ..decoding.sampling import SamplingParams
 from ..drafters.draft_model import DraftModelDrafter
 from ..engine.engine import Engine, Event
 from .actors import Witness
-from .ground import Ground, drive
+from .ground import TYPICAL_DRAFT, Ground, drive
 from .report import Check
 from .rounding import Divergence, can_round, divergence, plausible, row_in_shapes, spread
 
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def compare(ground: Ground, temperature: float, shape: Shape | None = None) -> Outcome:
-    """Decode every prompt alone and plainly, then all of them in one batch with drafting, and compare.
+    """Decode every prompt alone and plainly, then with drafting, in batches and alone, and compare.
 
     shape: more parameters, for the first prompts only, and with the target as its own draft as well.
     """
@@ -82,7 +82,7 @@ def compare(ground: Ground, temperature: float, shape: Shape | None = None) -> O
         drive(engine, ground.watch, lambda event: ground.meter.tick(len(event.tokens)))
     drafted = list[Request]()
     # A method that is seldom right would hardly show how the rows deep in a draft are shaped; the target itself does.
-    for engine in (ground.engine(), _self_drafting(ground)[0]) if shape else (ground.engine(),):
+    for engine in (ground.engine(), _self_drafting(ground)[0] if shape else _alone(ground)):
         for prompt, params in zip(prompts, all_params, strict=True):
             drafted += engine.add(prompt, params)
         drive(engine, ground.watch, lambda event: ground.meter.tick(len(event.tokens)))
@@ -102,7 +102,13 @@ def compare(ground: Ground, temperature: float, shape: Shape | None = None) -> O
         not faults,
         len(faults),
         0,
-        "; ".join([f"{len(plain)} prompts, {num_tokens} tokens; {_drafting(drafted)}", *faults, *near_ties]),
+        "; ".join(
+            [
+                f"{len(plain)} prompts, {num_tokens} tokens, {_seats(ground, shape)}; {_drafting(drafted)}",
+                *faults,
+                *near_ties,
+            ]
+        ),
         "a text with drafting is not the text without it",
     )
     return Outcome(check, tuple(found), () if shape else tuple(tuple(request.output) for request in plain))
@@ -242,6 +248,15 @@ def _distance_by_rounding(ground: Ground, prompt: Sequence[int]) -> float:
 
 def _rows_after(ground: Ground, prompt: Sequence[int]) -> list[Tensor]:
     return row_in_shapes(ground.model, prompt, len(prompt) // 2, prompt, _SELF_BESIDE)
+
+
+def _alone(ground: Ground) -> Engine:
+    """A controller may find that nothing pays here; so that much is drafted all the same, the number is fixed."""
+    return ground.engine(num_seats=1, num_drafted=TYPICAL_DRAFT if ground.num_drafted == "auto" else None)
+
+
+def _seats(ground: Ground, shape: Shape | None) -> str:
+    return f"in batches of {ground.num_seats}" + ("" if shape else " and alone")
 
 
 def _drafting(requests: Sequence[Request]) -> str:

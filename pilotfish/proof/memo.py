@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..models.base import CausalLM, ModelOutput
+from ..models.base import CausalLM, Ends, ModelOutput
 from ..paged.batch import Batch, Feed, Span, lay_out
 from ..paged.cache import KVCache, LayerShape
 
@@ -43,6 +43,9 @@ class MemoLM:
 
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
         return KVCache(_NAMES, num_pages, page_size, dtype=torch.int64, device=self.info.device)
+
+    def ends(self) -> Ends:
+        return self.model.ends()
 
     def forward(
         self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = (), layers: Sequence[int] | None = None

@@ -15,6 +15,8 @@ class VerifyOptions:
     limit: int = field(default=4, metadata={"help": "at most this many prompts"})
     max_tokens: int = field(default=48, metadata={"help": "tokens a prompt that are compared one by one"})
     temperature: tuple[float, ...] = field(default=(0.0, 1.0), metadata={"help": "compare at this temperature"})
+    concurrency: int = field(default=8, metadata={"help": "prompts that run as one batch where texts are compared"})
+    texts_only: bool = field(default=False, metadata={"help": "compare texts, many perhaps, and leave out the laws"})
     draws: int = field(default=3000, metadata={"help": "draws of each chi-square test"})
     num_drafted: int = field(default=2, metadata={"help": "drafted tokens a step in the chi-square tests"})
     candidates: int = field(default=8, metadata={"help": "top_k of the chi-square tests; more need more draws"})
@@ -22,7 +24,7 @@ class VerifyOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", tuple(self.temperature))  # the only place: normalises a list
-        for name in ("limit", "max_tokens", "draws"):
+        for name in ("limit", "max_tokens", "concurrency", "draws"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         _require(1 <= self.num_drafted <= MAX_NODES, "num_drafted", self.num_drafted, f"from 1 to {MAX_NODES}")
         _require(self.candidates >= 2, "candidates", self.candidates, "2 or more")

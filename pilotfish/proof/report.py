@@ -24,13 +24,15 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The verdict. target and method: as in the start-up line. num_near_ties: divergences that rounding explains."""
+    """The verdict. target and method: as in the start-up line. num_near_ties: divergences that rounding explains.
+    texts_only: laws were not looked at."""
 
     target: str
     method: str
     checks: tuple[Check, ...]
     num_near_ties: int = 0
     seconds: float = 0.0
+    texts_only: bool = False
 
     @property
     def lossless(self) -> bool:
@@ -43,7 +45,8 @@ class Report:
             ties = "" if not self.num_near_ties else (
                 f" {self.num_near_ties} differences are near-ties: two tokens whose scores differ by less than the "
                 "rounding of this number format, which depends on the shape of a pass.")  # fmt: skip
-            return f"lossless: all {len(self.checks)} checks passed.{ties}"
+            scope = " Texts alone were compared; the laws of what is drawn were left out." if self.texts_only else ""
+            return f"lossless: all {len(self.checks)} checks passed.{scope}{ties}"
         failed = [check for check in self.checks if not check.passed]
         lines = [f"NOT proven lossless: {len(failed)} of {len(self.checks)} checks failed."]
         return "\n".join([*lines, *(f"  {check.name}: {check.meaning} ({check.detail})" for check in failed)])
@@ -63,6 +66,7 @@ class Report:
         return json.dumps(
             {
                 "lossless": self.lossless,
+                "texts_only": self.texts_only,
                 "target": self.target,
                 "method": self.method,
                 "num_near_ties": self.num_near_ties,

@@ -87,12 +87,16 @@ def run_verify(options: VerifyOptions, target: Loaded, speculation: registry.Spe
     speculation, draft = _with_loaded_draft(ground, speculation)
     ground.build = speculation.build
     memo = MemoLM(ground.model, _memo_rows(ground))
-    own, others = _own_experiments(ground, speculation, draft), _our_experiments(ground, memo, speculation, draft)
+    own, others = list[Experiment](), list[Experiment]()
+    if not options.texts_only:
+        own, others = _own_experiments(ground, speculation, draft), _our_experiments(ground, memo, speculation, draft)
     with ground.meter.running():
         _plan(ground, len(own) + len(others))
         outcomes = _prove_texts(ground)
         checks = [outcome.check for outcome in outcomes]
-        checks += [same_in_any_shape(ground), *_prove_laws(ground, memo, own, others, outcomes)]
+        checks.append(same_in_any_shape(ground))
+        if not options.texts_only:
+            checks += _prove_laws(ground, memo, own, others, outcomes)
     checks += _about_the_runs(ground)
     return Report(
         target=_describe_target(target.model.info),
@@ -100,6 +104,7 @@ def run_verify(options: VerifyOptions, target: Loaded, speculation: registry.Spe
         checks=tuple(checks),
         num_near_ties=sum(outcome.num_near_ties for outcome in outcomes),
         seconds=time.perf_counter() - started,
+        texts_only=options.texts_only,
     )
 
 
@@ -113,7 +118,7 @@ def _plan(ground: Ground, num_experiments: int) -> None:
 def _prove_texts(ground: Ground) -> list[Outcome]:
     """With drafting and without, at each temperature; then the target as its own draft."""
     meter, outcomes = ground.meter, []
-    num_tokens = 2 * len(ground.prompts) * ground.options.max_tokens
+    num_tokens = 3 * len(ground.prompts) * ground.options.max_tokens
     for temperature in ground.options.temperature:
         with meter.stage(f"texts at temperature {temperature:g}", _text_seconds(ground), num_tokens):
             outcomes.append(compare(ground, temperature))
@@ -333,7 +338,7 @@ def _memo_rows(ground: Ground) -> int:
 
 
 def _text_seconds(ground: Ground) -> float:
-    return 2 * len(ground.prompts) * ground.options.max_tokens * ground.pass_seconds
+    return 3 * len(ground.prompts) * ground.options.max_tokens * ground.pass_seconds
 
 
 def _draw_seconds(ground: Ground) -> float:

@@ -69,6 +69,23 @@ def test_every_method_is_lossless(options, table, draft, config):
     assert report.num_near_ties == 0, "float64"
 
 
+def test_texts_alone(options, table, draft, monkeypatch):
+    """Quicker, and it says so; what changes a text is still found out."""
+    report = prove(options, table, {"method": "draft_model", "model": draft}, texts_only=True, concurrency=1)
+    assert report.lossless and "the laws of what is drawn were left out" in report.verdict
+    assert not any("tokens" in check.name for check in report.checks)
+    assert "in batches of 1 and alone" in report.checks[0].detail
+    assert json.loads(report.as_json())["texts_only"] is True
+    honest = judge.match
+
+    def deaf(draft, choose):
+        return honest(draft, lambda row, depth: choose(0, 0))
+
+    monkeypatch.setattr(judge, "match", deaf)
+    config = {"method": "ngram", "prompt_lookup_min": 1}
+    assert "text at temperature 0 with penalties" in failed(prove(options, table, config, texts_only=True))
+
+
 def test_the_report_is_a_table_a_verdict_and_a_line_of_json(options, table, capsys):
     report = prove(options, table, {"method": "ngram"})
     print_report(report)
