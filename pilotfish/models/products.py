@@ -113,10 +113,54 @@ def _quantise_group(context: Emit, values: Any, out: Any, scale: Any, total: Any
 quantise_group = instruction(types.void, _quantise_group)
 
 _MOST_ROWS = 8 if DOT_KIND == "vnni512" else 4  # more do not fit the registers
-_int8 = {rows: tile_product(8, rows) for rows in (1, 2, 4, 8)}
-_int4 = {rows: tile_product(4, rows) for rows in (1, 2, 4, 8)}
-_int8_1, _int8_2, _int8_4, _int8_8 = _int8.values()
-_int4_1, _int4_2, _int4_4, _int4_8 = _int4.values()
+_int8 = [tile_product(8, rows) for rows in range(1, ROWS + 1)]
+_int4 = [tile_product(4, rows) for rows in range(1, ROWS + 1)]
+_int8_1, _int8_2, _int8_3, _int8_4, _int8_5, _int8_6, _int8_7, _int8_8 = _int8
+_int4_1, _int4_2, _int4_3, _int4_4, _int4_5, _int4_6, _int4_7, _int4_8 = _int4
+
+
+@compiled
+def _int8_rows(
+    w: Int, s: Int, b: Int, rows: Int, r: Int, rs: Int, rt: Int, o: Int, stride: Int, n: Int, add: Int
+) -> None:
+    if rows == 1:
+        _int8_1(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 2:
+        _int8_2(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 3:
+        _int8_3(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 4:
+        _int8_4(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 5:
+        _int8_5(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 6:
+        _int8_6(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 7:
+        _int8_7(w, s, b, r, rs, rt, o, stride, n, add)
+    else:
+        _int8_8(w, s, b, r, rs, rt, o, stride, n, add)
+
+
+@compiled
+def _int4_rows(
+    w: Int, s: Int, b: Int, rows: Int, r: Int, rs: Int, rt: Int, o: Int, stride: Int, n: Int, add: Int
+) -> None:
+    if rows == 1:
+        _int4_1(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 2:
+        _int4_2(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 3:
+        _int4_3(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 4:
+        _int4_4(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 5:
+        _int4_5(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 6:
+        _int4_6(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 7:
+        _int4_7(w, s, b, r, rs, rt, o, stride, n, add)
+    else:
+        _int4_8(w, s, b, r, rs, rt, o, stride, n, add)
 
 
 @compiled
@@ -137,36 +181,20 @@ def multiply_tile(
     """One tile's 16 outputs for all rows; addresses everywhere. row, row_scales, row_sums: blocks of rows."""
     done = 0
     while done < num_rows:
-        left, block, place = num_rows - done, done // ROWS, done % ROWS * 4
-        r = row + block * num_groups * GROUP * ROWS + place
-        s = row_scales + block * num_groups * 4 * ROWS + place
-        t = row_sums + block * num_groups * 4 * ROWS + place
+        block, place = done // ROWS, done % ROWS
+        # Equal parts: a row alone waits for its own sums, and costs nearly what four do.
+        left = min(num_rows - block * ROWS, ROWS) - place
+        parts = (left + _MOST_ROWS - 1) // _MOST_ROWS
+        rows = (left + parts - 1) // parts
+        r = row + block * num_groups * GROUP * ROWS + place * 4
+        s = row_scales + block * num_groups * 4 * ROWS + place * 4
+        t = row_sums + block * num_groups * 4 * ROWS + place * 4
         o = out + done * out_stride
         if bits == 8:
-            if left >= 8 and _MOST_ROWS == 8:
-                _int8_8(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
-                done += 8
-            elif left >= 4:
-                _int8_4(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
-                done += 4
-            elif left >= 2:
-                _int8_2(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
-                done += 2
-            else:
-                _int8_1(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
-                done += 1
-        elif left >= 8 and _MOST_ROWS == 8:
-            _int4_8(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
-            done += 8
-        elif left >= 4:
-            _int4_4(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
-            done += 4
-        elif left >= 2:
-            _int4_2(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
-            done += 2
+            _int8_rows(weights, scales, bias, rows, r, s, t, o, out_stride, num_groups, add)
         else:
-            _int4_1(weights, scales, bias, r, s, t, o, out_stride, num_groups, add)
-            done += 1
+            _int4_rows(weights, scales, bias, rows, r, s, t, o, out_stride, num_groups, add)
+        done += rows
 
 
 @compiled
