@@ -1,18 +1,22 @@
 """pilotfish: lossless speculative decoding. A small fish swims ahead; the text is still the big one's."""
 
-from . import version
-from .decoding.request import TokenLogprob
-from .decoding.sampling import SamplingParams
-from .errors import (
-    CapacityError,
-    DraftError,
-    ModelError,
-    OptionError,
-    PilotfishError,
-    PromptError,
-    UserError,
-)
-from .llm import LLM, Chunk, Completion, Interrupted, Usage
+from typing import TYPE_CHECKING
+
+from . import lazily, version
+
+if TYPE_CHECKING:
+    from .decoding.request import TokenLogprob
+    from .decoding.sampling import SamplingParams
+    from .errors import (
+        CapacityError,
+        DraftError,
+        ModelError,
+        OptionError,
+        PilotfishError,
+        PromptError,
+        UserError,
+    )
+    from .llm import LLM, Chunk, Completion, Interrupted, Usage
 
 __version__ = version.VERSION
 
@@ -32,3 +36,11 @@ __all__ = [
     "Usage",
     "UserError",
 ]
+_HOMES = dict.fromkeys(__all__, "errors")
+_HOMES |= dict.fromkeys(("LLM", "Chunk", "Completion", "Interrupted", "Usage"), "llm")
+_HOMES |= {"SamplingParams": "decoding.sampling", "TokenLogprob": "decoding.request"}
+__getattr__ = lazily.names(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return __all__

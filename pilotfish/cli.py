@@ -1,27 +1,27 @@
-"""The command line: generate, chat, inspect, bench, verify, demo. Flags come from the option dataclasses.
+"""The command line: generate, chat, inspect, bench, verify, tune, train, demo. Flags come from the option dataclasses.
 
 It does not know how anything is done. The one trick: every error a user can mend leaves through one door, as one
-line that names the value and the way out, with exit status 2.
+line that names the value and the way out, with exit status 2. What a command does is imported when it runs.
 """
 
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import click
 
 from . import flags
-from .bench.options import BenchOptions
-from .bench.tune import TuneOptions
+from .bench.options import BenchOptions, TuneOptions
 from .decoding.sampling import SamplingParams
 from .drafters import registry
 from .engine.options import EngineOptions
 from .errors import OptionError, PilotfishError, UserError
-from .models.load import LoadOptions, load
+from .models.options import LoadOptions
 from .proof.options import VerifyOptions
+from .train.options import Eagle3Options, MedusaOptions, TrainOptions
 
 _SAMPLING_DEFAULTS = {"temperature": 0.0}  # at the prompt people expect the same answer twice
 
@@ -38,6 +38,8 @@ class _Commands(click.Group):
         except PilotfishError as error:
             click.echo(f"pilotfish: {error}", err=True)
             ctx.exit(1)
+        except KeyboardInterrupt:  # while modules or weights are loaded: there is nothing to show yet
+            ctx.exit(130)
         except BrokenPipeError:  # the reader of our output left
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(141)
@@ -116,7 +118,7 @@ def generate(
         return
     from .terminal import show
 
-    interrupted = show(llm.stream(ids, params, reference=hint))
+    interrupted = show(llm.stream(ids, params, reference=hint), llm=llm)
     if interrupted:
         raise SystemExit(130)
 
@@ -139,7 +141,7 @@ def chat(system: str | None, model: str, **values: Any) -> None:
     for line in _lines():
         messages.append({"role": "user", "content": line})
         pieces: list[str] = []
-        show(llm.stream(llm.chat_prompt(messages), params), pieces)
+        show(llm.stream(llm.chat_prompt(messages), params), pieces, llm)
         messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
@@ -147,16 +149,19 @@ def chat(system: str | None, model: str, **values: Any) -> None:
 @click.argument("model", default="demo")
 @_drafting_flags()
 @flags.from_fields(LoadOptions, EngineOptions)
+@click.option("--prompts", help="JSONL to measure on what quantisation costs; our own few if unset")
+@click.option("--limit", type=click.IntRange(min=1), help="take this many of them, spread over the categories")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
-def inspect(model: str, as_json: bool, **values: Any) -> None:
+def inspect(model: str, as_json: bool, prompts: str | None, limit: int | None, **values: Any) -> None:
     """Say what MODEL is and what can draft for it.
 
-    Architecture, memory, and for each method why it cannot draft, if so.
+    Architecture, memory, and for each method why it cannot draft, if so; with --quantization, what that costs in
+    quality, measured against the model in float32.
     """
     from .inspection import inspect as look
 
     facts = look(model, flags.pick(LoadOptions, values), flags.pick(EngineOptions, values), _drafting(values))
-    quality = _quality(model, flags.pick(LoadOptions, values))
+    quality = _quality(model, flags.pick(LoadOptions, values), prompts, limit)
     if as_json:
         click.echo(json.dumps(asdict(facts) | {"quality": quality and asdict(quality)}))
         return
@@ -179,13 +184,19 @@ def demo(model: str, max_tokens: int, **values: Any) -> None:
         raise SystemExit(1)
 
 
-def _quality(model: str, options: LoadOptions) -> Any:
+def _quality(model: str, options: LoadOptions, prompts: str | None, limit: int | None) -> Any:
     """What quantisation costs, if there is any."""
     if options.quantization == "none":
+        if prompts or limit:
+            raise OptionError("--prompts and --limit are for measuring what --quantization costs: give that too")
         return None
+    from .bench.prompts import read_prompts
     from .bench.quality import measure_quality
+    from .models.load import load
 
-    return measure_quality(load(model, **asdict(options)), load(model, **asdict(replace(options, quantization="none"))))
+    texts = read_prompts(prompts, limit)
+    reference = load(model, **asdict(replace(options, quantization="none", dtype="float32")))
+    return measure_quality(load(model, **asdict(options)), reference, texts)
 
 
 def _llm(model: str, values: Mapping[str, Any]) -> Any:
@@ -247,6 +258,7 @@ def bench(model: str, method: tuple[str, ...], **values: Any) -> None:
     They take turns on the same prompts. A table, and one JSON document as the last line.
     """
     from .bench import print_report, run_bench
+    from .models.load import load
 
     options = flags.pick(BenchOptions, values)
     config = _drafting({**values, "num_speculative_tokens": None})
@@ -271,6 +283,7 @@ def verify(model: str, **values: Any) -> None:
 
     On your own models, in some minutes; exit status 1 if it does change something.
     """
+    from .models.load import load
     from .proof import print_report, run_verify
 
     speculation = registry.parse(_drafting(values))
@@ -290,7 +303,8 @@ def tune(model: str, method: tuple[str, ...], **values: Any) -> None:
 
     Every method that fits is measured; the winner goes into a file for --speculative-config @FILE.
     """
-    from .bench.tune import fitting, print_ranking, run_tune
+    from .bench.tune import fitting, print_ranking, run_tune, with_frequent_tokens
+    from .models.load import load
 
     options, engine = flags.pick(TuneOptions, values), flags.pick(EngineOptions, values)
     config = _drafting({**values, "num_speculative_tokens": None})
@@ -298,5 +312,43 @@ def tune(model: str, method: tuple[str, ...], **values: Any) -> None:
     registry.check_known(names, config)
     target = load(model, **asdict(flags.pick(LoadOptions, values)))
     configs, reasons = fitting(target, names, config, engine)
+    configs += with_frequent_tokens(options, target, configs, engine)
     choices = run_tune(options, target, [registry.parse(one) for one in configs], configs, engine=engine)
     print_ranking(choices, reasons, options.out)
+
+
+@main.group()
+def train() -> None:
+    """Train a head that drafts for a model.
+
+    No data set is needed: the target writes the text. A second start with the same --out goes on where it stopped.
+    """
+
+
+def _training_flags(kind: type[TrainOptions]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    loading = flags.from_fields(LoadOptions, default={"quantization": "int8 on a CPU, none elsewhere"})
+    return lambda command: _name_flag(flags.from_fields(kind)(loading(command)))
+
+
+@train.command()
+@_training_flags(Eagle3Options)
+def eagle3(model: str, **values: Any) -> None:
+    """A small decoder layer that reads the target's states: the stronger head."""
+    _train(Eagle3Options, model, values)
+
+
+@train.command()
+@_training_flags(MedusaOptions)
+def medusa(model: str, **values: Any) -> None:
+    """Heads that each guess one token further ahead: the head that is trained sooner."""
+    _train(MedusaOptions, model, values)
+
+
+def _train(kind: type[TrainOptions], model: str, values: Mapping[str, Any]) -> None:
+    from .train import run_train
+
+    if values["out"] is None:
+        raise OptionError("give --out: the folder for texts, checkpoints and the head")
+    names = {spec.name for spec in fields(LoadOptions)}
+    given = {name: value for name, value in flags.given(values).items() if name in names}
+    run_train(flags.pick(kind, values), model, given)

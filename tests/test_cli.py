@@ -1,6 +1,9 @@
 """The command line as people meet it: what it prints, what it refuses, and how it ends."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,7 @@ def test_generate_prints_the_text_and_a_line_about_it(model: str) -> None:
     result = run("generate", "abcabcabc", "-m", model, "--max-tokens", "12", "--method", "ngram")
     assert result.exit_code == 0
     assert "lossless" in result.stderr
-    assert "K 5" in result.stderr
+    assert "K auto (8 rows cost " in result.stderr and "predicted gain" in result.stderr
     assert "12 tokens" in result.stderr
     assert "finish reason: length" in result.stderr
     assert result.stdout == run("generate", "abcabcabc", "-m", model, "--max-tokens", "12").stdout
@@ -155,6 +158,44 @@ def test_an_interrupt_shows_what_there_is_and_why_it_ends(model: str, monkeypatc
     assert engines[0].cache.pool.num_held == 0
 
 
+def test_an_interrupt_while_the_model_is_loaded_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pilotfish.llm.load", interrupted)
+    result = run("generate", "abc")
+    assert (result.exit_code, result.output) == (130, "")
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path) -> dict[str, str]:
+    """An environment where importing torch is like pressing Ctrl-C."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["--version"], 0),
+        (["--help"], 0),
+        (["generate", "--help"], 0),
+        (["bench", "--help"], 0),
+        (["generate", "abc", "--methud", "ngram"], 2),
+        (["genrate"], 2),
+        (["generate", "abc"], 130),  # the negative control: this one needs torch
+    ],
+)
+def test_torch_is_not_imported_for_help_and_an_interrupt_of_imports_is_no_error(
+    words: list[str], status: int, without_torch: dict[str, str]
+) -> None:
+    command = [sys.executable, "-m", "pilotfish", *words]
+    done = subprocess.run(command, env=without_torch, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    assert bool(done.stdout) == (status == 0)
+
+
 def test_an_interrupt_of_json_gives_what_there_is(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: Iterator[int] = iter(range(4))
     step = Engine.step
@@ -175,7 +216,7 @@ def test_chat_remembers_what_was_said(model: str) -> None:
     words = ["chat", "-m", model, "--max-tokens", "4"]
     result = CliRunner().invoke(main, words, input="abc\nabc\n\n", catch_exceptions=False)
     assert result.exit_code == 0
-    assert result.stderr.count("4 tokens") == 2
+    assert result.stderr.count("[4 tokens") == 2
     first, second = result.stdout.splitlines()[:2]
     assert first != second  # the second answer has more before it
 

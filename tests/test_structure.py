@@ -1,6 +1,7 @@
 """The shape of the package: imports run one way, every module says what it is, and the public names are all listed."""
 
 import ast
+import importlib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -10,7 +11,19 @@ import pilotfish
 
 PACKAGE = Path(pilotfish.__file__).parent
 # Each may import those before it. What is not listed (bench, cli, server, ...) is on top: no layer imports it.
-LAYERS = ("version", "errors", "decoding", "paged", "attention", "models", "heads", "drafters", "engine", "llm")
+LAYERS = (
+    "version",
+    "errors",
+    "lazily",
+    "decoding",
+    "paged",
+    "attention",
+    "models",
+    "heads",
+    "drafters",
+    "engine",
+    "llm",
+)
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LABELS = [path.relative_to(PACKAGE).as_posix() for path in MODULES]
 
@@ -100,12 +113,25 @@ def test_public_names_are_sorted_and_exist():
 
 
 def test_public_names_are_complete():
-    """What `pilotfish/__init__.py` imports is meant to be public, and nothing else is; but for ``__version__``."""
+    """What `pilotfish/__init__.py` imports for type checkers is public, and nothing else is; but ``__version__``."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    assert {alias.asname or alias.name for node in imports for alias in node.names} - {"version"} == set(
-        pilotfish.__all__
-    )
+    (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for node in typed.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.asname or alias.name for node in imports for alias in node.names} == set(pilotfish.__all__)
+    assert set(dir(pilotfish)) >= set(pilotfish.__all__)
+
+
+@pytest.mark.parametrize("package", ["pilotfish", "pilotfish.bench", "pilotfish.proof"])
+def test_names_found_on_first_use_are_those_that_type_checkers_see(package: str):
+    module = importlib.import_module(package)
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
+    for node in typed.body:
+        assert isinstance(node, ast.ImportFrom)
+        home = importlib.import_module(f"{package}.{node.module}")
+        assert all(getattr(module, alias.name) is getattr(home, alias.name) for alias in node.names)
+    with pytest.raises(AttributeError, match=f"'{package}' has no attribute 'nothing'"):
+        module.nothing  # noqa: B018
 
 
 def test_every_error_is_public():

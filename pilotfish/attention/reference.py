@@ -6,10 +6,16 @@ against it. The one trick: sinks are one more column of the softmax whose value 
 Shapes: T rows, S slots, H query heads, G key heads (H a multiple of G), D width.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
 
-from ..paged.batch import Batch
+from typing import TYPE_CHECKING
+
+from ..lazily import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..paged.batch import Batch
 
 
 def attend(

@@ -4,11 +4,17 @@ It falls to `reference` for what the kernel cannot do (soft caps, sinks). The on
 are read as views, so a sequence alone on the machine never copies its keys.
 """
 
-import torch.nn.functional as F
-from torch import Tensor
+from __future__ import annotations
 
-from ..paged.batch import Batch
+from typing import TYPE_CHECKING
+
+from ..lazily import functional as F
 from . import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..paged.batch import Batch
 
 
 def attend(

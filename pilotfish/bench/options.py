@@ -1,6 +1,6 @@
-"""What a bench run can be asked for. Frozen; the command line is generated from the fields."""
+"""What bench and tune can be asked for. Frozen; the command line is generated from the fields."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from ..decoding.draft import MAX_NODES
@@ -54,6 +54,34 @@ class BenchOptions:
     def comparable(self) -> bool:
         """Whether a method's text must be plain decoding's own, token by token."""
         return self.temperature == 0 or self.seed is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """Raises OptionError for values out of range (those of `BenchOptions`)."""
+
+    prompts: str | None = field(default=None, metadata={"help": "JSONL with turns or prompt; our own few if unset"})
+    limit: int = field(default=10, metadata={"help": "take this many prompts, spread over the categories"})
+    repeats: int = field(default=2, metadata={"help": "how often each prompt is measured with each choice"})
+    max_tokens: int = field(default=64, metadata={"help": "new tokens per prompt"})
+    temperature: float = field(default=0.0, metadata={"help": "0 is greedy"})
+    seed: int | None = field(default=None, metadata={"help": "fixes sampled texts"})
+    concurrency: int = field(default=1, metadata={"help": "prompts of one category that run as one batch"})
+    num_speculative_tokens: str = field(default="2,4,8,auto", metadata={"help": "the values of K to try"})
+    out: str = field(default="pilotfish.json", metadata={"help": "where the winner is written"})
+    own_tokens: int = field(
+        default=0, metadata={"help": "with a draft model: draw so many more tokens, to count which are frequent"}
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.own_tokens, bool) or not isinstance(self.own_tokens, int) or self.own_tokens < 0:
+            raise OptionError(f"own_tokens must be a whole number, 0 or more, not {self.own_tokens!r}")
+
+    def bench(self) -> BenchOptions:
+        """What to ask of the bench."""
+        values = asdict(self)
+        del values["out"], values["own_tokens"]
+        return BenchOptions(**values)
 
 
 def _num_drafted(text: str) -> int | Literal["auto"] | None:

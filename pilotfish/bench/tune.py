@@ -6,41 +6,22 @@ trick: plain decoding is in the ranking, so the answer can be "do not draft".
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from ..drafters import registry
+from ..drafters.draft_model import LISTED
 from ..engine.options import EngineOptions
 from ..errors import OptionError, UserError
 from ..models.load import Loaded
 from .measure import run_bench
-from .options import BenchOptions
+from .options import TuneOptions as TuneOptions
 from .report import new_console
 from .results import Report, Row
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions:
-    """Raises OptionError for values out of range (those of `BenchOptions`)."""
-
-    prompts: str | None = field(default=None, metadata={"help": "JSONL with turns or prompt; our own few if unset"})
-    limit: int = field(default=10, metadata={"help": "take this many prompts, spread over the categories"})
-    repeats: int = field(default=2, metadata={"help": "how often each prompt is measured with each choice"})
-    max_tokens: int = field(default=64, metadata={"help": "new tokens per prompt"})
-    temperature: float = field(default=0.0, metadata={"help": "0 is greedy"})
-    seed: int | None = field(default=None, metadata={"help": "fixes sampled texts"})
-    concurrency: int = field(default=1, metadata={"help": "prompts of one category that run as one batch"})
-    num_speculative_tokens: str = field(default="2,4,8,auto", metadata={"help": "the values of K to try"})
-    out: str = field(default="pilotfish.json", metadata={"help": "where the winner is written"})
-
-    def bench(self) -> BenchOptions:
-        """What to ask of the bench."""
-        values = asdict(self)
-        del values["out"]
-        return BenchOptions(**values)
+from .vocabulary import count_own_text, prompts_to_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +56,16 @@ def run_tune(
 
 def ranking(report: Report, configs: Sequence[Mapping[str, Any]]) -> list[Choice]:
     """Every choice measured over all prompts, best first; plain decoding among them."""
-    by_method = {str(config["method"]): config for config in configs}
+    found: dict[str, list[str]] = {}  # of each method its drafters, in the order of their configs
     choices = []
     for row in report.rows:
         if row.category == "all" and row.tokens_per_second is not None:
-            known = by_method.get(row.method)
-            config = {"method": "none"} if known is None else {
-                **known, "num_speculative_tokens": row.num_speculative_tokens}  # fmt: skip
+            drafters = found.setdefault(row.method, [])
+            if row.drafter not in drafters:
+                drafters.append(row.drafter)
+            own = [config for config in configs if config["method"] == row.method]
+            config = {"method": "none"} if not own else {
+                **own[drafters.index(row.drafter)], "num_speculative_tokens": row.num_speculative_tokens}  # fmt: skip
             choices.append(Choice(row, config))
     return sorted(choices, key=lambda choice: -(choice.row.speedup or 0.0))
 
@@ -107,6 +91,34 @@ def fitting(
         else:
             reasons[name] = reason
     return configs, reasons
+
+
+def with_frequent_tokens(
+    options: TuneOptions, target: Loaded, configs: Sequence[Mapping[str, Any]], engine: EngineOptions
+) -> list[dict[str, Any]]:
+    """Configs of the draft models among these once more, proposing the target's most frequent tokens only.
+
+    The list is counted here and written beside ``options.out``. None for a vocabulary that is small anyway, and for
+    configs that name a list of their own. Raises OptionError if the list cannot be written.
+    """
+    num_ids = target.model.info.vocab_size
+    path = Path(options.out).expanduser().absolute().with_suffix(".vocabulary.json")
+    more = []
+    for config in configs:
+        has_lists = "draft_vocabulary" in registry.known_to(str(config["method"]), {"draft_vocabulary": ""})
+        if has_lists and "draft_vocabulary" not in config and config.get("draft_vocab_size", LISTED) < num_ids:
+            more.append({**config, "draft_vocabulary": str(path)})
+    if not more:
+        return []
+    prompts, apart = prompts_to_count(options)
+    frequencies = count_own_text(target, prompts, options, engine)
+    frequencies.write(path)
+    note = "" if apart else "; they are also what is measured, so acceptance on other prompts may be lower"
+    new_console().print(
+        f"{path} lists the {len(frequencies.ids)} tokens of {len(prompts)} prompts and their answers{note}",
+        highlight=False,
+    )
+    return more
 
 
 def print_ranking(choices: Sequence[Choice], reasons: Mapping[str, str], out: str) -> None:

@@ -8,24 +8,30 @@ them, be that a prompt, the replacement of a rejected tail, or the token it has 
                                       length ─^   those that turn out right are committed next time
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-from torch import Tensor
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..decoding.draft import EMPTY, Draft
 from ..decoding.request import Request
 from ..errors import DraftError, OptionError
-from ..models.base import CausalLM
-from ..models.linear import bits_of
-from ..models.load import Loaded, from_objects, load
+from ..lazily import torch
+from ..models import vocabulary
+from ..models.options import bits_of
 from ..models.tokenizer import mismatch
 from ..paged.batch import Feed, lay_out
 from .base import Drafter, Setting
-from .drawing import Run, extend
+from .drawing import Reduced, Run, extend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..models.base import CausalLM, ModelInfo
+
+LISTED = 32768  # tokens drafted, if a list is given and no number
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +41,12 @@ class DraftModelOptions:
     model: Any = field(
         default=None, metadata={"help": "the draft model: a folder, a hub id, or `demo`", "flag": "draft_model"}
     )
-    quantization: Literal["none", "int8", "int4"] = field(
-        default="none", metadata={"help": "weights of the draft model", "flag": "draft_quantization"}
+    quantization: Literal["auto", "none", "int8", "int4"] = field(
+        default="auto",
+        metadata={
+            "help": "weights of a draft model given by name; auto: as the target's",
+            "flag": "draft_quantization",
+        },
     )
     draft_sample_method: Literal["probabilistic", "greedy"] = field(
         default="probabilistic", metadata={"help": "draw drafts from q, or take its likeliest token"}
@@ -44,9 +54,17 @@ class DraftModelOptions:
     max_model_len: int | None = field(
         default=None, metadata={"help": "no drafting beyond this many tokens", "flag": "draft_max_model_len"}
     )
+    draft_vocabulary: Any = field(
+        default=None, metadata={"help": "a list of frequent tokens, made by tune: only these are drafted"}
+    )
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata={"help": f"draft so many tokens only: those of the list ({LISTED} if unset), then the lowest ids"},
+    )
 
     def __post_init__(self) -> None:
-        if bits_of(self.quantization) and not isinstance(self.model, str | Path | None):
+        quantised = self.quantization != "auto" and bits_of(self.quantization) > 0
+        if quantised and not isinstance(self.model, str | Path | None):
             raise OptionError("quantization is for a draft model given by name; this one is loaded already")
         if self.draft_sample_method not in ("probabilistic", "greedy"):
             raise OptionError(
@@ -55,6 +73,17 @@ class DraftModelOptions:
         longest = self.max_model_len
         if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
             raise OptionError(f"max_model_len must be 1 or more, not {longest!r}")
+        size = self.draft_vocab_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise OptionError(f"draft_vocab_size must be a whole number from 1, not {size!r}")
+        if not isinstance(self.draft_vocabulary, str | Path | None):
+            raise OptionError(f"draft_vocabulary must name a file that tune made, not {self.draft_vocabulary!r}")
+
+    def loading(self, target: ModelInfo) -> Literal["none", "int8", "int4"]:
+        """The quantization to load the draft model with."""
+        if self.quantization != "auto":
+            return self.quantization
+        return "int8" if target.quantization == "int8" else "int4" if target.quantization == "int4" else "none"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +103,12 @@ class DraftModelDrafter(Drafter):
     Options = DraftModelOptions
 
     def __init__(self, model: CausalLM, setting: Setting, options: DraftModelOptions | None = None):
-        self.model, self.options = model, options or DraftModelOptions()
+        self.options = options or DraftModelOptions()
+        ids = drafted_ids(self.options, model.info, setting)
+        self.model = model if ids is None else vocabulary.with_head(model, ids)
+        self.reduced = (
+            None if ids is None else Reduced(torch.tensor(ids, device=model.info.device), setting.target.vocab_size)
+        )
         self.num_target_ids, self.device = setting.target.vocab_size, setting.target.device
         self.max_rows = setting.max_rows
         self.context = min(model.info.context, self.options.max_model_len or model.info.context)
@@ -84,11 +118,15 @@ class DraftModelDrafter(Drafter):
         self._scratch: dict[str, list[int]] = {}  # per sequence the tokens whose rows lie behind its length
 
     @classmethod
-    def build(cls, options: Any, setting: Setting) -> "DraftModelDrafter":
+    def build(cls, options: Any, setting: Setting) -> DraftModelDrafter:
         return cls(load_draft(options, setting, "draft_model"), setting, options)
 
     def describe(self) -> str:
-        return self.model.info.name
+        name = self.model.info.name
+        if self.reduced is None:
+            return name
+        which = "the lowest" if self.options.draft_vocabulary is None else "the most frequent"
+        return f"{name}, {which} {len(self.reduced.ids_M)} of {self.num_target_ids} tokens"
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         runs = [self._begin(request, limit, requests) for request, limit in zip(requests, limits, strict=True)]
@@ -177,7 +215,7 @@ class DraftModelDrafter(Drafter):
         logits_NV = self._forward(feeds)
         for run in runs:
             self._commit(run.request, run.num_rows)
-        extend(choosing, guesses, logits_NV)
+        extend(choosing, guesses, logits_NV, self.reduced)
         for run in choosing:
             run.num_rows = len(run.request.tokens) + len(run.tokens) - 1  # right guesses have been read
 
@@ -189,21 +227,42 @@ class DraftModelDrafter(Drafter):
     def _forward(self, feeds: list[Feed]) -> Tensor:
         self.num_passes += 1
         logits_NV = self.model.forward(lay_out(feeds, self.cache, self.model.info.device), self.cache).logits_NV
+        if self.reduced is not None:
+            return logits_NV
         return logits_NV[:, : self.num_target_ids]  # a table padded further than the target's has no more tokens
+
+
+def drafted_ids(options: DraftModelOptions, draft: ModelInfo, setting: Setting) -> tuple[int, ...] | None:
+    """The target's ids that the draft model may propose, ascending; None: all that it has. Raises OptionError for a
+    file that is no list of tokens, DraftError for one of another vocabulary."""
+    if options.draft_vocabulary is None and options.draft_vocab_size is None:
+        return None
+    num_ids = min(draft.vocab_size, setting.target.vocab_size)
+    listed = None
+    if options.draft_vocabulary is not None:
+        path = Path(options.draft_vocabulary).expanduser()
+        listed = vocabulary.read(path)
+        vocabulary.check(listed, path, setting.tokenizer, setting.target)
+    ids = vocabulary.choose(listed, options.draft_vocab_size or LISTED, num_ids, setting.target.eos_ids)
+    return ids if len(ids) < num_ids else None
 
 
 def load_draft(options: DraftModelOptions, setting: Setting, method: str) -> CausalLM:
     """The draft model. Raises DraftError if there is none or if its tokenizer is not the target's."""
     if options.model is None:
         raise DraftError(f"method {method!r} needs a draft model: give model= (or --draft-model)")
+    from ..models.load import Loaded, from_objects, load
+
     if isinstance(options.model, Loaded):
         loaded = options.model
     elif isinstance(options.model, str | Path):
-        loaded = load(options.model, device=str(setting.device), quantization=options.quantization)
-    elif isinstance(options.model, PreTrainedModel):  # as Hugging Face's assistant_model
-        loaded = from_objects(options.model)
+        loaded = load(options.model, device=str(setting.device), quantization=options.loading(setting.target))
     else:
-        raise DraftError(f"a draft model is given by name, as a folder or loaded, not as {options.model!r}")
+        from transformers import PreTrainedModel
+
+        if not isinstance(options.model, PreTrainedModel):  # as Hugging Face's assistant_model
+            raise DraftError(f"a draft model is given by name, as a folder or loaded, not as {options.model!r}")
+        loaded = from_objects(options.model)
     if setting.tokenizer and loaded.tokenizer and (odd := mismatch(loaded.tokenizer, setting.tokenizer)):
         raise DraftError(
             f"draft model {loaded.model.info.name} has another tokenizer than {setting.target.name}: {odd}; "

@@ -5,17 +5,22 @@ a row of guesses, each row's token exactly as if it were the only one asked for;
 and nobody can change what is drafted.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ..decoding.draft import EMPTY, Draft, chain
 from ..decoding.noise import SeededNoise
 from ..decoding.request import Request
 from ..decoding.sampling import likeliest, process, warp
+from ..lazily import functional as F
+from ..lazily import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(slots=True)
@@ -71,18 +76,40 @@ class Run:
         return chain(self.tokens, F.pad(q_NV, (0, num_ids - q_NV.shape[1])) if q_NV.shape[1] < num_ids else q_NV)
 
 
-def extend(runs: Sequence[Run], guesses: Sequence[Sequence[int]], logits_NV: Tensor) -> None:
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A head of fewer rows than the target has ids. ids_M: which one each of its logits is for, ascending."""
+
+    ids_M: Tensor
+    num_ids: int
+
+    def widened(self, logits_M: Tensor) -> Tensor:
+        """Over the target's ids, [V]. Those that have no row cannot be said: whatever is done to logits before the
+        softmax leaves them at minus infinity, and q is 0 there."""
+        return logits_M.new_full((self.num_ids,), -math.inf).index_copy_(0, self.ids_M, logits_M)
+
+    def id_of(self, place: int) -> int:
+        return int(self.ids_M[place])
+
+
+def extend(
+    runs: Sequence[Run], guesses: Sequence[Sequence[int]], logits_NV: Tensor, reduced: Reduced | None = None
+) -> None:
     """Let each run choose, and go on choosing as long as it chooses what was guessed.
 
     logits_NV: per run ``len(guess) + 1`` rows, those after its last token and after each guess. A run adds one token
-    more than it met right guesses, unless it is done before.
+    more than it met right guesses, unless it is done before. reduced: what the logits are for, if not for the first V
+    ids.
     """
     greedy = [run.request.params.greedy and not run.request.params.processed for run in runs]
     best = likeliest(logits_NV)[0] if any(greedy) else []
     start = 0
     for run, guess, plain in zip(runs, guesses, greedy, strict=True):
         for row, guessed in enumerate((*guess, None), start):
-            token = best[row] if plain else run.choose(logits_NV[row])
+            if plain:
+                token: int | None = best[row] if reduced is None else reduced.id_of(best[row])
+            else:
+                token = run.choose(logits_NV[row] if reduced is None else reduced.widened(logits_NV[row]))
             if token is None:
                 run.limit = len(run.tokens)
                 break

@@ -18,18 +18,22 @@ While more than the pending token is missing (a prompt not yet read, a request j
 the text through, and it waits: reading a prompt twice would cost more than one pass without a draft.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..decoding.draft import EMPTY, Draft
 from ..decoding.request import Request
 from ..errors import DraftError, OptionError
-from ..models.base import CausalLM
 from ..paged.batch import Feed, lay_out
-from ..paged.cache import KVCache
 from .base import Drafter, Setting
 from .drawing import Run, extend
+
+if TYPE_CHECKING:
+    from ..models.base import CausalLM
+    from ..paged.cache import KVCache
 
 AUTO = "auto"
 
@@ -79,7 +83,7 @@ class LayerSkipDrafter(Drafter):
         self.num_passes = 0
 
     @classmethod
-    def build(cls, options: Any, setting: Setting) -> "LayerSkipDrafter":
+    def build(cls, options: Any, setting: Setting) -> LayerSkipDrafter:
         return cls(setting.model, setting.cache, drafting_layers(options, len(setting.target.layers)))
 
     def describe(self) -> str:

@@ -14,20 +14,24 @@ places of the draft model's cache. The inner drafter is shown how far the draft 
 tokens are guessed (`Request.num_guessed`); it is never told what the target kept, but sees it in the next text.
 """
 
+from __future__ import annotations
+
 import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..decoding.draft import MAX_NODES, Draft
 from ..decoding.request import Request
 from ..errors import DraftError
-from ..models.base import CausalLM
 from . import registry
 from .base import Drafter, Setting
 from .draft_model import DraftModelDrafter, DraftModelOptions, load_draft
 from .drawing import Run
+
+if TYPE_CHECKING:
+    from ..models.base import CausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class StagedDrafter(DraftModelDrafter):
             raise DraftError("the inner drafter of 'staged' wants hidden states, and a draft model hands out none")
 
     @classmethod
-    def build(cls, options: Any, setting: Setting) -> "StagedDrafter":
+    def build(cls, options: Any, setting: Setting) -> StagedDrafter:
         inner = registry.member(options.inner, "inner")
         limit = int(inner.common.num_speculative_tokens)
         return cls(load_draft(options, setting, "staged"), inner.build, setting, options, inner_limit=limit)

@@ -205,3 +205,11 @@ def _rotation_of(attention: Any, names: list[str]) -> str:
 def fused(parts: list[Tensor]) -> Tensor:
     """The parts as one tensor."""
     return parts[0].detach() if len(parts) == 1 else torch.cat([part.detach() for part in parts])
+
+
+def eos_ids(model: Any) -> frozenset[int]:
+    """The ids that end a text, as the model's own settings say."""
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
+    return frozenset([eos] if isinstance(eos, int) else eos or ())

@@ -4,15 +4,18 @@ It does not know any architecture. The one trick: prefill, verification and a dr
 call, so a model has exactly one way to run.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-from ..paged.batch import Batch
-from ..paged.cache import KVCache, LayerShape
+    from ..paged.batch import Batch
+    from ..paged.cache import KVCache, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,20 @@ class ModelOutput:
     taps: Mapping[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """A model's two ends in float32, for trained heads that share them; of quantised weights, what they stand for.
+
+    embed: ids [T] -> rows of the embedding table [T, hidden], as stored: without a scale that the first layer expects.
+    norm: states that leave the last layer [T, hidden] -> what the output matrix gets.
+    head_rows: ids [N] -> their rows of the output matrix [N, hidden].
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    norm: Callable[[Tensor], Tensor]
+    head_rows: Callable[[Tensor], Tensor]
+
+
 class CausalLM(Protocol):
     """A decoder-only model."""
 
@@ -65,3 +82,6 @@ class CausalLM(Protocol):
         layers: only these run, in ascending order, and only their keys and values are written; states pass the others
         unchanged. None: all. Raises ModelError for one that the model does not have.
         """
+
+    def ends(self) -> Ends:
+        """Its embedding, last norm and output matrix. Raises ModelError where they cannot be told apart."""

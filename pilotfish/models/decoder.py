@@ -7,6 +7,7 @@ objects in between, which is half of what a small model's pass costs elsewhere.
 It does step by step what transformers does, norms in float32 and all, so that the two agree to the last few bits.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,8 @@ from ..attention import sdpa
 from ..errors import ModelError
 from ..paged.batch import Batch
 from ..paged.cache import KVCache
-from .architecture import Architecture, describe, weights
-from .base import ModelInfo, ModelOutput
-from .huggingface import check_against_stock, eos_ids
+from .architecture import Architecture, describe, eos_ids, weights
+from .base import Ends, ModelInfo, ModelOutput
 
 
 class Decoder:
@@ -34,6 +34,7 @@ class Decoder:
         model.train(False)
         self.weights = _adopt(model, facts)
         table = self.weights["embedding"]
+        self.head_ND = self.weights["embedding" if facts.tied else "head"]
         self.info = ModelInfo(
             name=name or str(getattr(model.config, "name_or_path", "") or type(model).__name__),
             architecture=type(model).__name__,
@@ -48,6 +49,8 @@ class Decoder:
             implementation="native",
         )
         if self_check:
+            from .huggingface import check_against_stock
+
             check_against_stock(self, model)
 
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
@@ -72,8 +75,21 @@ class Decoder:
             x_TD = x_TD + self._norm(self._linear(active * up, f"{i}.down"), f"{i}.post_2")
             if i in taps:
                 tapped[i] = x_TD
-        head = w["embedding" if facts.tied else "head"]
-        return ModelOutput(F.linear(self._norm(x_TD[batch.wanted_N], "norm"), head), tapped)
+        return ModelOutput(F.linear(self._norm(x_TD[batch.wanted_N], "norm"), self.head_ND), tapped)
+
+    def with_head(self, ids: Sequence[int]) -> "Decoder":
+        """See `vocabulary.with_head`."""
+        twin = copy.copy(self)
+        twin.head_ND = self.head_ND[torch.tensor(ids, device=self.info.device)]
+        return twin
+
+    def ends(self) -> Ends:
+        table, head = self.weights["embedding"], self.weights["embedding" if self.architecture.tied else "head"]
+        return Ends(
+            embed=lambda tokens_T: F.embedding(tokens_T, table).float(),
+            norm=lambda states_TD: self._norm(states_TD.to(self.info.dtype), "norm").float(),
+            head_rows=lambda ids_N: F.embedding(ids_N, head).float(),
+        )
 
     def _attend(self, i: int, x_TD: Tensor, batch: Batch, cache: KVCache, turns: tuple[Tensor, Tensor]) -> Tensor:
         facts, rows = self.architecture, x_TD.shape[0]

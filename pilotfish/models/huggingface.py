@@ -9,6 +9,7 @@ computes the same on pages is checked with two short texts against its stock for
 and never call it (bloom does), bring masks of its own, or carry state that cannot be rolled back (Mamba): refused.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,9 +22,12 @@ from ..attention import sdpa
 from ..errors import ModelError
 from ..paged.batch import Batch, Feed, lay_out
 from ..paged.cache import KVCache, LayerShape
-from .base import CausalLM, ModelInfo, ModelOutput
+from .architecture import eos_ids
+from .base import CausalLM, Ends, ModelInfo, ModelOutput
+from .vocabulary import DroppedLogits, with_part
 
 _NAME, _MEASURING = "pilotfish", "pilotfish-measuring"
+_LAST_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")  # transformers' names for it
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _CHECK_TOKENS = (12, 9)
 _SHORT_WINDOW, _LONGEST_CHECKED_WINDOW = 5, 64
@@ -167,6 +171,29 @@ class HuggingFaceLM:
             logits = logits[batch.wanted_N]
         return ModelOutput(logits, tapped)
 
+    def with_head(self, ids: Sequence[int]) -> CausalLM:
+        """See `vocabulary.with_head`. Of a model that keeps its head in an unusual place, logits are thrown away."""
+        head: Any = self.model.get_output_embeddings()
+        other = with_part(self.model, head, _rows_of(head, ids)) if type(head) is nn.Linear else None
+        if other is None:
+            return DroppedLogits(self, ids)
+        twin = copy.copy(self)
+        twin.model = other
+        return twin
+
+    def ends(self) -> Ends:
+        table: Any = self.model.get_input_embeddings()
+        head: Any = self.model.get_output_embeddings()
+        norm = next((module for name in _LAST_NORMS if (module := getattr(self.model.base_model, name, None))), None)
+        if table is None or head is None or norm is None:
+            raise ModelError(f"{self.info.name}: it is not known what in {self.info.architecture} is the last norm")
+        kind = head.weight.dtype
+        return Ends(
+            embed=lambda tokens_T: nn.functional.embedding(tokens_T, table.weight.detach()).float(),
+            norm=torch.no_grad()(lambda states_TD: norm(states_TD.to(kind)).float()),
+            head_rows=lambda ids_N: nn.functional.embedding(ids_N, head.weight.detach()).float(),
+        )
+
     @contextmanager
     def _attention(self, name: str) -> Iterator[None]:
         """The model attends through this function, without dropout; whatever happens, as it did before afterwards."""
@@ -200,6 +227,16 @@ class HuggingFaceLM:
             kinds = " and ".join(sorted(f"{dtype} on {device}" for dtype, device in measured.kinds))
             raise ModelError(f"{name}: keys are in {kinds}; load the model with one dtype on one device")
         return measured
+
+
+def _rows_of(linear: nn.Linear, ids: Sequence[int]) -> nn.Linear:
+    rows = torch.tensor(ids, device=linear.weight.device)
+    with torch.device("meta"):  # nothing is made up only to be overwritten
+        smaller = nn.Linear(linear.in_features, len(ids), linear.bias is not None)
+    smaller.weight = nn.Parameter(linear.weight.detach()[rows], requires_grad=False)
+    if linear.bias is not None:
+        smaller.bias = nn.Parameter(linear.bias.detach()[rows], requires_grad=False)
+    return smaller
 
 
 @torch.inference_mode()
@@ -302,14 +339,6 @@ def _context(config: Any) -> int:
             original = own.get("original_max_position_embeddings")
             longest = min(longest, int(original or getattr(config, "original_max_position_embeddings", 0) or longest))
     return longest
-
-
-def eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The ids that end a text, as the model's own settings say."""
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
-    return frozenset([eos] if isinstance(eos, int) else eos or ())
 
 
 def _blocks(model: PreTrainedModel, measured: _Measured) -> list[nn.Module]:

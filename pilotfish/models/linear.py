@@ -7,6 +7,7 @@ int8: one scale per output. int4: one per output and 32 inputs, chosen among a f
 See `products` for the layout.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +16,30 @@ import torch
 from torch import Tensor
 
 from ..attention.vectors import compiled
-from ..errors import ModelError, OptionError
+from ..errors import ModelError
 from .products import GROUP, ROWS, ZERO_POINT, multiply_tile, quantise_row
 from .team import counters, finish, take, team
 
-QUANTIZATIONS = {"none": 0, "int8": 8, "int4": 4}
 _ROWS_AT_ONCE = 16384  # outputs that are in float at a time while a matrix is packed
 _SHRINKS = (1.0, 0.92, 0.85, 0.78)  # of an int4 scale: a few clipped weights may buy precision for the rest
 Array = np.ndarray[Any, Any]
 
 
-def bits_of(quantization: str) -> int:
-    """8, 4, or 0 for none. Raises OptionError for another name."""
-    if quantization not in QUANTIZATIONS:
-        raise OptionError(f"quantization must be {', '.join(QUANTIZATIONS)}, not {quantization!r}")
-    return QUANTIZATIONS[quantization]
+def pick_rows(weights: Array, scales: Array, bias: Array, ids: Sequence[int]) -> tuple[Array, Array, Array]:
+    """Weights, scales and bias of a smaller matrix packed at 8 bits: these outputs of a larger one, byte for byte."""
+    numbers, num_rows = np.array(ids, np.int64), -(-len(ids) // 16) * 16
+    width = weights.size // scales.size
+    tiled = weights.reshape(scales.size // 16, width // 4, 16, 4)
+    memory = np.zeros(num_rows * width + 64, np.uint8)
+    begin = -memory.ctypes.data % 64  # a vector that lies across two cache lines is loaded twice
+    picked = memory[begin : begin + num_rows * width]
+    rows = picked.reshape(num_rows // 16, width // 4, 16, 4)
+    places = np.arange(len(ids))
+    rows[places // 16, :, places % 16] = tiled[numbers // 16, :, numbers % 16]
+    others = [np.zeros(num_rows, np.float32) for _ in range(2)]
+    for other, whole in zip(others, (scales, bias), strict=True):
+        other[: len(ids)] = whole[numbers]
+    return picked, others[0], others[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,16 @@ def unpack(packed: Packed) -> Tensor:
         by_output = scales.view(tiles, groups, 16).permute(0, 2, 1).reshape(tiles * 16, groups)
         values = ((numbers.float() - zero) * by_output[..., None]).reshape(tiles * 16, -1)
     return values[: packed.outputs, : packed.inputs]
+
+
+def unpack_rows(weights: Array, scales: Array, ids_N: Tensor, inputs: int) -> Tensor:
+    """Some rows of a matrix packed at 8 bits, [N, inputs] float32, without unpacking the others."""
+    numbers = ids_N.numpy()
+    width = weights.size // scales.size
+    tiled = weights.reshape(scales.size // 16, width // 4, 16, 4)
+    rows = tiled[numbers // 16, :, numbers % 16].reshape(len(numbers), width)
+    values = (rows.astype(np.float32) - ZERO_POINT[8]) * np.asarray(scales)[numbers][:, None]
+    return torch.from_numpy(values[:, :inputs])
 
 
 def _pack_rows(weight: Tensor, bits: int, name: str) -> tuple[Array, Array]:

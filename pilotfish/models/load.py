@@ -4,69 +4,27 @@ It does not know engines or drafters. The one trick: every way to fail at loadin
 path and what to do.
 """
 
+import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel
 
-from ..errors import ModelError, OptionError
+from ..errors import ModelError
 from .architecture import unsupported
 from .base import CausalLM
 from .decoder import Decoder
 from .demo import demo_folder
-from .huggingface import HuggingFaceLM
-from .linear import bits_of
+from .options import LoadOptions as LoadOptions
+from .options import bits_of
 from .quantize import QuantisationError, key_of, stored
 from .quantized import QuantizedDecoder, slow_because
 from .tokenizer import Tokenizer
 
 DEMO = "demo"
-_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """How weights are loaded. Raises OptionError for an unknown name, or for options that contradict each other."""
-
-    dtype: str = field(default="auto", metadata={"help": "auto (as stored), float32, bfloat16, float16 or float64"})
-    device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, cuda:1, mps, ..."})
-
-    quantization: Literal["none", "int8", "int4"] = field(
-        default="none", metadata={"help": "none (as stored), int8, or int4: smaller and faster weights, on a CPU"}
-    )
-    model_impl: Literal["auto", "hf", "native"] = field(
-        default="auto", metadata={"help": "whose code runs the model: transformers' (hf), ours (native), or the faster"}
-    )
-
-    def __post_init__(self) -> None:
-        if self.model_impl not in ("auto", "hf", "native"):
-            raise OptionError(f"model_impl must be auto, hf or native, not {self.model_impl!r}")
-        if bits_of(self.quantization):
-            if self.model_impl == "hf":
-                raise OptionError(f"quantization {self.quantization!r} needs our own decoder, not model_impl 'hf'")
-            if self.dtype not in ("auto", "float32"):
-                raise OptionError(f"with quantization {self.quantization!r} the rest is float32, not {self.dtype}")
-            if self.device not in ("auto", "cpu"):
-                raise OptionError(f"quantization {self.quantization!r} is for the CPU, not for {self.device!r}")
-        if self.dtype != "auto" and self.dtype not in _DTYPES:
-            raise OptionError(f"dtype must be auto, {', '.join(_DTYPES)}, not {self.dtype!r}")
-        self.torch_device  # noqa: B018 -- raises if there is no such device
-
-    @property
-    def torch_device(self) -> torch.device:
-        name = self.device
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            device = torch.device(name)
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise OptionError(f"device {self.device!r} cannot be used: {str(error).splitlines()[0]}") from error
-        return device
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,27 +71,52 @@ def load(
 
 def from_objects(model: Any, tokenizer: Any = None, name: str = "") -> Loaded:
     """Wrap a loaded Hugging Face model and tokenizer (or None). The model stays usable by its owner."""
-    if isinstance(model, HuggingFaceLM | Decoder | QuantizedDecoder):
-        return Loaded(model, None if tokenizer is None else Tokenizer(tokenizer))
-    if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"a loaded transformers model is wanted, not {model!r}; to load one by name use LLM(name)")
-    return Loaded(HuggingFaceLM(model, name), None if tokenizer is None else Tokenizer(tokenizer))
+    if not isinstance(model, Decoder | QuantizedDecoder):
+        from transformers import PreTrainedModel
+
+        from .huggingface import HuggingFaceLM
+
+        if isinstance(model, PreTrainedModel):
+            model = HuggingFaceLM(model, name)
+        elif not isinstance(model, HuggingFaceLM):
+            raise ModelError(f"a loaded transformers model is wanted, not {model!r}; to load one by name use LLM(name)")
+    return Loaded(model, None if tokenizer is None else Tokenizer(tokenizer))
 
 
 def _load_from(source: str, name: str, options: LoadOptions, gguf_file: str | None = None) -> Loaded:
-    from transformers import AutoTokenizer
-
-    extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     model: CausalLM | None = None
     if bits_of(options.quantization):
         model = _load_quantised(source, name, options, gguf_file)
+    extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     if model is None:
         model = _wrap(_load_weights(source, name, options, gguf_file), name, options)
+    elif gguf_file is None:
+        extra = _bare_config(Path(source))
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = Tokenizer(AutoTokenizer.from_pretrained(source, **extra))
     except Exception as error:
         raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_first_line(error)}") from error
     return Loaded(model, tokenizer)
+
+
+def _bare_config(folder: Path) -> dict[str, Any]:
+    """What AutoTokenizer needs of a model's config. Left to read it itself, it imports what the model is made of, which
+    is half of the start-up of a model that is in the cache. Nothing if it could matter which class the config has: for
+    a folder that names no tokenizer class or brings code of its own."""
+    from transformers import PreTrainedConfig
+
+    try:
+        config, tokenizer = (
+            json.loads((folder / name).read_text(encoding="utf-8")) for name in ("config.json", "tokenizer_config.json")
+        )
+        fields = {"model_type": config["model_type"], "name_or_path": str(folder)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    if not isinstance(tokenizer, dict) or not tokenizer.get("tokenizer_class") or "auto_map" in tokenizer:
+        return {}
+    return {"config": PreTrainedConfig(**fields)}
 
 
 def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str | None) -> Any:
@@ -143,12 +126,11 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
 
     weights: dict[str, Any] = {} if gguf_file is None else {
         "gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}  # fmt: skip
+    dtype = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=_DTYPES.get(options.dtype, "auto"), output_loading_info=True, **weights
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **weights)
     except Exception as error:  # transformers, safetensors and the hub raise a dozen unrelated kinds
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
     finally:
@@ -165,6 +147,8 @@ def _wrap(model: Any, name: str, options: LoadOptions) -> CausalLM:
     ours = options.model_impl == "native" or unsupported(model.config.get_text_config()) is None
     if options.model_impl != "hf" and ours:
         return Decoder(model, name)
+    from .huggingface import HuggingFaceLM
+
     return HuggingFaceLM(model, name)
 
 

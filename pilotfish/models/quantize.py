@@ -22,9 +22,8 @@ import numpy as np
 
 from ..errors import ModelError
 from ..version import VERSION
-from .architecture import Architecture, describe, fused, unsupported, weights
+from .architecture import Architecture, describe, eos_ids, fused, unsupported, weights
 from .disk_cache import cache_folder, prepared
-from .huggingface import eos_ids
 from .linear import Array, pack
 
 FORMAT = 2  # raised when the bytes mean something else

@@ -9,11 +9,13 @@ the logits; so "lossless" is worth something only if a row's result is *bitwise*
 batch and any draft. It is, and `info.bitwise` says so.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.compiled import BLOCK
@@ -21,9 +23,10 @@ from ..attention.vectors import DOT_KIND
 from ..paged.batch import Batch
 from ..paged.cache import KVCache
 from . import loops
-from .base import ModelInfo, ModelOutput
+from .base import Ends, ModelInfo, ModelOutput
 from .decoder import chosen_layers
-from .linear import QUANTIZATIONS, Array
+from .linear import Array, pick_rows, unpack_rows
+from .options import QUANTIZATIONS
 from .products import GROUP
 from .quantize import Quantised
 from .team import counters, team
@@ -75,6 +78,7 @@ class QuantizedDecoder:
         self._ends = np.array([self._matrix("embedding", 8), self._matrix(head, 8),
                                [arrays["norm"].ctypes.data, 0, 0, 0]], np.int64)  # fmt: skip
         self._layers = np.array([self._layer(i) for i in range(facts.num_layers)], np.int64)
+        self._head: tuple[Array, ...] = ()
         self._tables: WeakKeyDictionary[KVCache, Array] = WeakKeyDictionary()
         self._turns: list[tuple[Array, Array]] = []
         self._num_positions = 0
@@ -93,7 +97,7 @@ class QuantizedDecoder:
             table = table[list(layers)]
         self._grow_turns(int(rows.positions.max()) + 1)
         tapped = {layer: torch.empty(batch.num_rows, facts.hidden_size) for layer in taps}
-        logits = np.empty((len(rows.wanted), stride_of(facts.vocab_size)), np.float32)
+        logits = np.empty((len(rows.wanted), stride_of(self.num_logits)), np.float32)
         num_phases = loops.PHASES_A_LAYER * len(running) + loops.OTHER_PHASES
         for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
             stop = min(start + _ROWS_AT_ONCE, batch.num_rows)
@@ -102,7 +106,36 @@ class QuantizedDecoder:
                 for layer, states in tapped.items():
                     table[running.index(layer), loops.TAP] = states[start:].data_ptr()
             self._run(rows, start, stop, table, logits, num_phases)
-        return ModelOutput(torch.from_numpy(logits[:, : facts.vocab_size]), tapped)
+        return ModelOutput(torch.from_numpy(logits[:, : self.num_logits]), tapped)
+
+    @property
+    def num_logits(self) -> int:
+        return int(self._sizes[loops.VOCAB])
+
+    def with_head(self, ids: Sequence[int]) -> "QuantizedDecoder":
+        """See `vocabulary.with_head`; the logits are the same to the last bit."""
+        head = "embedding" if self.architecture.tied else "head"
+        weights, scales, bias = (self.quantised.arrays[f"{head}.{part}"] for part in ("weights", "scales", "bias"))
+        parts = pick_rows(weights, scales, bias, ids)
+        twin = copy.copy(self)
+        twin._head = parts  # addresses keep nothing alive
+        twin._sizes, twin._ends = self._sizes.copy(), self._ends.copy()
+        twin._sizes[loops.VOCAB] = len(ids)
+        twin._ends[1] = [*(part.ctypes.data for part in parts), 8]
+        return twin
+
+    def ends(self) -> Ends:
+        facts, arrays = self.architecture, self.quantised.arrays
+        norm_D = torch.from_numpy(np.array(arrays["norm"]))
+
+        def rows(name: str, ids_N: Tensor) -> Tensor:
+            return unpack_rows(arrays[f"{name}.weights"], arrays[f"{name}.scales"], ids_N, facts.hidden_size)
+
+        return Ends(
+            embed=lambda tokens_T: rows("embedding", tokens_T),
+            norm=lambda states_TD: F.rms_norm(states_TD.float(), norm_D.shape, norm_D, facts.norm_epsilon),
+            head_rows=lambda ids_N: rows("embedding" if facts.tied else "head", ids_N),
+        )
 
     def _run(self, rows: "_Rows", start: int, stop: int, table: Array, logits: Array, num_phases: int) -> None:
         """The rows start..stop-1 of a batch, all layers."""

@@ -9,13 +9,18 @@ lie ragged, end to end, in one batch.
     slots                 past, past+1, ...                    past + num_trunk + skipped + 0, 1, 2, ...
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from ..lazily import torch
 
-from .cache import KVCache
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,18 @@
 """A draft model runs ahead, with a cache of its own: what it reads and keeps, and where it is silent."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pilotfish.decoding.draft import Draft
 from pilotfish.decoding.request import Request
-from pilotfish.decoding.sampling import SamplingParams
+from pilotfish.decoding.sampling import SamplingParams, warp
 from pilotfish.drafters import registry
-from pilotfish.drafters.draft_model import DraftModelDrafter
+from pilotfish.drafters.draft_model import DraftModelDrafter, DraftModelOptions
 from pilotfish.errors import DraftError, ModelError, OptionError
 from pilotfish.llm import LLM
+from pilotfish.models import vocabulary
 from pilotfish.models.load import Loaded
 from tests.fakes import ByteTokenizer, TableModel, drain, engine, oracle, run
 from tests.models.tiny import tiny_model
@@ -292,3 +295,86 @@ def test_another_tokenizer_is_refused_naming_the_first_token_that_differs():
 def test_it_says_who_drafts():
     found = drafting(TableModel(16, name="little"))
     assert isinstance(found.drafter, DraftModelDrafter) and found.drafter.describe() == "little"
+
+
+# -- frequent tokens only -------------------------------------------------------------------------------------------
+
+
+def listing(tmp_path, ids, info=TARGET.info, tokenizer=None):
+    path = tmp_path / "tokens.json"
+    vocabulary.count([[token] * (len(ids) - place) for place, token in enumerate(ids)], tokenizer, info).write(path)
+    return path
+
+
+@pytest.mark.parametrize("method", ["draft_model", "staged"])
+@pytest.mark.parametrize("mode", [*MODES, {"seed": 3, "presence_penalty": 0.8, "logit_bias": {8: 1.5}}], ids=str)
+def test_the_target_with_a_part_of_its_head_is_wrong_only_where_it_cannot_be_right(tmp_path, mode, method):
+    """Its argmax and its races (by the target's ids) are the target's own, but for tokens that it has no row for."""
+    ids = [13, 2, 9, 3, 4, 7, 15, 11, 6, 1, 5]
+    twin = TableModel(16, order=2, num_phases=3)
+    config = {"method": method, "model": Loaded(twin, None), "draft_vocab_size": len(ids)}
+    speculation = registry.parse(config | {"draft_vocabulary": listing(tmp_path, ids)})
+    found = engine(TARGET, speculation.build, k=4)
+    seen = watch(found)
+    (request,) = found.add(PROMPT, params := SamplingParams(**mode, max_tokens=60))
+    drain(found)
+    assert found.num_failed_drafts == 0 and seen
+    assert {token for _, draft in seen for token in draft.tokens} <= set(ids)
+    others = [token for token in range(16) if token not in ids]
+    for text, draft in seen:
+        if draft.probs is None:
+            continue
+        assert draft.probs.shape == (len(draft), 16) and not draft.probs[:, others].any()
+        bias = {token: -float("inf") for token in others}
+        alone = replace(params, logit_bias=bias)
+        wanted = warp(TARGET.logits_of(text)[None], alone, request.prompt, [text[3:]])[0]
+        assert torch.allclose(draft.probs[0], wanted)
+    if params.greedy or params.seed:
+        assert tuple(request.output) == expected(PROMPT, params)
+        wrong = right = 0
+        for (text, draft), accepted in zip(seen, request.stats.per_step_accepted, strict=True):
+            right += accepted
+            if accepted < len(draft) and len(text) + accepted < len(request.tokens):
+                wrong += 1
+                assert request.tokens[len(text) + accepted] in others
+        assert right > 10 and wrong > 0
+
+
+def test_the_number_alone_means_the_lowest_ids_and_the_end_of_text(tmp_path):
+    target = TableModel(16, order=2, num_phases=3, eos={12})
+    build = registry.parse({"method": "draft_model", "model": Loaded(target, None), "draft_vocab_size": 5}).build
+    drafter = engine(target, build).drafter
+    assert drafter.reduced.ids_M.tolist() == [0, 1, 2, 3, 12]
+    assert drafter.describe() == "table, the lowest 5 of 16 tokens"
+    whole = registry.parse({"method": "draft_model", "model": Loaded(target, None), "draft_vocab_size": 16}).build
+    assert engine(target, whole).drafter.reduced is None
+
+
+def test_a_list_of_other_tokens_is_refused(tmp_path):
+    path = listing(tmp_path, [1, 2], tokenizer=ByteTokenizer(17, first_byte=66))
+    speculation = registry.parse(
+        {"method": "draft_model", "model": Loaded(TARGET, None), "draft_vocabulary": str(path)}
+    )
+    with pytest.raises(DraftError, match="tokens.json was made for table, whose tokens are not those of table"):
+        engine(TARGET, speculation.build, tokenizer=ByteTokenizer(17, first_byte=65))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"draft_vocab_size": 0}, "draft_vocab_size must be a whole number from 1, not 0"),
+        ({"draft_vocab_size": True}, "draft_vocab_size must be"),
+        ({"draft_vocabulary": 7}, "draft_vocabulary must name a file"),
+    ],
+)
+def test_parts_of_heads_that_make_no_sense(options, says):
+    with pytest.raises(OptionError, match=says):
+        registry.parse({"method": "draft_model", "model": "x"} | options)
+
+
+def test_a_draft_model_is_quantised_as_its_target_unless_told():
+    def loading(target, **options):
+        return DraftModelOptions(model="x", **options).loading(replace(TARGET.info, quantization=target))
+
+    assert [loading(target) for target in ("none", "int8", "int4")] == ["none", "int8", "int4"]
+    assert loading("int8", quantization="none") == "none" and loading("none", quantization="int4") == "int4"

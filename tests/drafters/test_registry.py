@@ -14,7 +14,14 @@ from pilotfish.errors import OptionError
 
 def test_every_file_is_a_method():
     folder = Path(inspect.getfile(registry)).parent
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "base", "drawing", "growing", "registry", "states"}
+    files = {path.stem for path in folder.glob("*.py")} - {
+        "__init__",
+        "base",
+        "drawing",
+        "growing",
+        "registry",
+        "states",
+    }
     assert set(registry.methods()) == files
     assert {"none", "ngram", "draft_model"} <= files
 

@@ -1,6 +1,7 @@
 """The demo model, with a package of a few bytes in place of the real one, and the cache folder it is kept in."""
 
 import importlib.util
+import os
 import pathlib
 import signal
 import subprocess
@@ -102,6 +103,74 @@ def test_a_damaged_model_is_converted_again_and_that_is_said(package, capfd, har
     assert demo.demo_folder() == folder
     assert f"{folder} is damaged ({said}" in capfd.readouterr().err
     assert disk_cache.damage(folder) is None
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """Names of the files that were read to the end, and no waiting until times are old enough to be believed."""
+    read, checksum = [], disk_cache.sha256
+    monkeypatch.setattr(disk_cache, "_SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(disk_cache, "sha256", lambda path: read.append(path.name) or checksum(path))
+    return read
+
+
+def rewritten(path: pathlib.Path) -> None:
+    """Another byte, with the old size and the old time of change, as far as a program can set that."""
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda at: rewritten(at / "model.safetensors"), "model.safetensors does not match"),
+        (lambda at: (at / "model.safetensors").write_bytes(b"not"), "model.safetensors has 3 bytes instead of 18"),
+        (lambda at: (at / "config.json").unlink(), "config.json is missing"),
+    ],
+)
+def test_what_was_checked_is_not_read_again_until_somebody_writes_to_it(package, capfd, checks, harm, said):
+    folder = demo.demo_folder()
+    assert (folder / "checksums.json").is_file() and not (folder / "checked.json").exists()
+    del checks[:]
+    demo.demo_folder()
+    assert sorted(checks) == ["config.json", "model.safetensors"]
+    demo.demo_folder()
+    assert len(checks) == 2
+    capfd.readouterr()
+    time.sleep(0.02)  # clocks of file systems tick
+    harm(folder)
+    assert demo.demo_folder() == folder
+    assert f"{folder} is damaged ({said}" in capfd.readouterr().err
+    assert disk_cache.damage(folder) is None
+
+
+def test_a_file_that_was_only_touched_is_checked_again_and_kept(package, checks):
+    folder = demo.demo_folder()
+    demo.demo_folder()
+    del checks[:]
+    os.utime(folder / "config.json", ns=(1, 1))
+    assert disk_cache.damage(folder) is None
+    assert sorted(checks) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"model.safetensors": []}'])
+def test_a_note_of_the_last_check_that_says_something_else_is_not_believed(package, checks, content):
+    folder = demo.demo_folder()
+    (folder / "checked.json").write_text(content)
+    del checks[:]
+    assert disk_cache.damage(folder) is None
+    assert len(checks) == 2
+
+
+def test_files_just_written_are_not_trusted_by_their_times(package, checks, monkeypatch):
+    monkeypatch.setattr(disk_cache, "_SETTLED_SECONDS", 1000.0)
+    folder = demo.demo_folder()
+    del checks[:]
+    assert disk_cache.damage(folder) is None and disk_cache.damage(folder) is None
+    assert len(checks) == 4 and not (folder / "checked.json").exists()
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

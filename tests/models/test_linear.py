@@ -9,7 +9,8 @@ from numba import njit, types
 
 from pilotfish.attention.vectors import VI, dot_kinds, instruction
 from pilotfish.errors import ModelError, OptionError
-from pilotfish.models.linear import PackedLinear, bits_of, pack, unpack
+from pilotfish.models.linear import PackedLinear, pack, unpack
+from pilotfish.models.options import bits_of
 from pilotfish.models.products import GROUP
 
 KINDS = dot_kinds()

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from pilotfish import LLM, SamplingParams
 from pilotfish.errors import ModelError, OptionError
 from pilotfish.models.base import CausalLM
 from pilotfish.models.huggingface import HuggingFaceLM
-from pilotfish.models.load import LoadOptions, from_objects, load
+from pilotfish.models.load import LoadOptions, _bare_config, from_objects, load
 from pilotfish.paged.batch import Feed, lay_out
 from tests.models.tiny import VOCAB_SIZE, tiny_model
 
@@ -218,3 +220,50 @@ def test_options_are_checked_before_anything_is_loaded():
     with pytest.raises(OptionError, match="float8"):
         LLM("/nowhere", dtype="float8")
     assert LoadOptions(device="cpu").torch_device == torch.device("cpu")
+
+
+# -- what a cached quantised model does not need ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that can be quantised."""
+    folder = tmp_path_factory.mktemp("models") / "wide"
+    shape = {"head_dim": 32, "hidden_size": 64, "intermediate_size": 112}
+    tiny_model(dtype=torch.float32, eos_token_id=5, **shape).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_its_tokenizer_is_the_one_that_transformers_chooses(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PILOTFISH_CACHE", str(tmp_path / "cache"))
+    ours, theirs = load(wide, quantization="int8").tokenizer, transformers.AutoTokenizer.from_pretrained(wide)
+    assert ours is not None and type(ours.hf) is type(theirs)
+    assert ours.encode("w3 w41 w5") == theirs.encode("w3 w41 w5") and ours.hf.name_or_path == theirs.name_or_path
+    assert "config" in _bare_config(wide)
+
+
+@pytest.mark.parametrize("change", [{"tokenizer_class": None}, {"auto_map": {"AutoTokenizer": ["a.B", None]}}])
+def test_a_folder_that_says_too_little_of_its_tokenizer_or_too_much_is_left_to_transformers(
+    wide: Path, tmp_path: Path, change: dict[str, object]
+):
+    folder = Path(shutil.copytree(wide, tmp_path / "other"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | change))
+    assert _bare_config(folder) == {}
+    assert _bare_config(tmp_path) == {}
+
+
+def test_once_it_is_cached_no_model_class_is_imported(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PILOTFISH_CACHE", str(tmp_path))
+    load(wide, quantization="int8")
+    heavy = {"transformers.modeling_utils", "transformers.core_model_loading", "sympy"}
+    assert heavy <= set(sys.modules)  # the negative control: quantising needs the model
+    code = (
+        "import sys; from pilotfish.models.load import load; "
+        f"print(load({str(wide)!r}, quantization='int8').model.info.quantization, {heavy} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "int8 set()\n"
