@@ -4,6 +4,7 @@ They know the protocol of drafters and nothing of the engine. The one trick: wha
 on the request and that place alone, so a test that fails once fails always.
 """
 
+import functools
 import random
 from collections.abc import Callable, Sequence, Set
 from dataclasses import fields
@@ -16,6 +17,8 @@ from pilotfish.decoding.draft import EMPTY, Draft, chain
 from pilotfish.decoding.sampling import warp
 from pilotfish.drafters import registry
 from pilotfish.drafters.base import Drafter
+from pilotfish.heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
+from pilotfish.heads.medusa import MedusaConfig, MedusaHeads
 from pilotfish.models.load import Loaded
 from tests.fakes import TableModel, choose
 
@@ -183,7 +186,31 @@ class _Short(Drafter):
 
 
 def method_config(method: str, draft: Loaded) -> dict[str, Any]:
-    """A speculative config for any method in the folder. Options whose default cannot work alone get ``draft``."""
-    supplies = {"model": draft, "drafters": ["ngram", {"method": "draft_model", "model": draft}]}
+    """A speculative config for any method in the folder. Options whose default cannot work alone get ``draft``, or an
+    untrained head for a target of its sizes."""
+    info = draft.model.info
+    is_head = method in ("eagle3", "medusa")
+    model = untrained_head(method, info.hidden_size, info.vocab_size, len(info.layers)) if is_head else draft
+    supplies = {"model": model, "drafters": ["ngram", {"method": "draft_model", "model": draft}]}
     names = {f.name for f in fields(registry.drafter_class(method).Options)}
     return {"method": method} | {name: value for name, value in supplies.items() if name in names}
+
+
+@functools.cache
+def untrained_head(method: str, hidden_size: int, num_ids: int, num_layers: int, seed: int = 0) -> torch.nn.Module:
+    """Heads with random weights, for a target of these sizes. They can say all ids but the last."""
+    generator, ids = torch.Generator().manual_seed(seed), range(max(1, num_ids - 1))
+    head: torch.nn.Module
+    with torch.random.fork_rng(devices=[]):
+        if method == "medusa":
+            config = MedusaConfig(hidden_size=hidden_size, vocab_size=num_ids, draft_vocab_size=len(ids), num_heads=3)
+            head = MedusaHeads(config, torch.randn(len(ids), hidden_size, generator=generator), ids)
+        else:
+            sizes = {"hidden_size": hidden_size, "vocab_size": num_ids, "draft_vocab_size": len(ids)}
+            shape = {"intermediate_size": 16, "num_heads": 4, "num_key_heads": 2, "head_dim": 8}
+            table = torch.randn(num_ids, hidden_size, generator=generator)
+            config = Eagle3Config(**sizes, **shape, taps=default_taps(num_layers))
+            head = Eagle3Head(config, table.__getitem__, ids)
+    for weight in head.parameters():
+        weight.data.normal_(0, 1, generator=generator)
+    return head

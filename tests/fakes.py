@@ -20,7 +20,7 @@ from pilotfish.drafters.base import Drafter, Setting
 from pilotfish.drafters.none import NoDrafter
 from pilotfish.engine.engine import Engine, Event
 from pilotfish.engine.options import EngineOptions
-from pilotfish.models.base import CausalLM, ModelInfo, ModelOutput
+from pilotfish.models.base import CausalLM, Ends, ModelInfo, ModelOutput
 from pilotfish.models.tokenizer import Tokenizer
 from pilotfish.paged.batch import Batch, Span
 from pilotfish.paged.cache import KVCache, LayerShape
@@ -70,6 +70,13 @@ class TableModel:
 
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
         return KVCache(self.info.layers, num_pages, page_size, dtype=torch.float64)
+
+    def ends(self) -> Ends:
+        """An embedding by the id's number and its square, no norm, an output matrix of noise."""
+        ids_V = torch.arange(self.info.vocab_size).float()
+        table_VD = torch.stack([ids_V, ids_V.square()], 1) / self.info.vocab_size
+        output_VD = torch.randn(self.info.vocab_size, 2, generator=torch.Generator().manual_seed(1))
+        return Ends(table_VD.__getitem__, lambda states_TD: states_TD.float(), output_VD.__getitem__)
 
     def forward(
         self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = (), layers: Sequence[int] | None = None

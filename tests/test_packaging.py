@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-TARGETS = ["help", "demo", "test", "lint", "bench-overhead", "clean"]
+TARGETS = ["help", "demo", "test", "lint", "bench-overhead", "bench-peers", "clean"]
 
 
 def pins() -> dict[str, Requirement]:

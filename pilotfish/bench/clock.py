@@ -55,8 +55,11 @@ class Clock:
         self._num_rows, self._only_decoding = 0, False
         self._proposed: dict[str, Draft] = {}
         engine.target = _TimedTarget(engine.target, self)
-        drafter: Any = engine.drafter  # its own methods are replaced, so whatever else it is or has stays visible
-        drafter.propose = self._drafting(self._noting(drafter.propose))
+        # Their own methods are replaced, so whatever else they are or have stays visible.
+        arms: list[Any] = [arm for arm, _ in engine.drafter.arms]
+        for arm in arms:
+            arm.propose = self._drafting(self._noting(arm.propose))
+        drafter: Any = engine.drafter
         drafter.observe = self._drafting(drafter.observe)
 
     def step(self) -> tuple[list[Event], TimedStep | None]:
@@ -108,7 +111,8 @@ class _TimedTarget:
     """The target as the engine sees it while a clock is attached."""
 
     def __init__(self, model: CausalLM, clock: Clock):
-        self.model, self.info, self.new_cache, self._clock = model, model.info, model.new_cache, clock
+        self.model, self.info, self._clock = model, model.info, clock
+        self.new_cache, self.ends = model.new_cache, model.ends
 
     def forward(self, batch: Batch, cache: KVCache, **options: Any) -> ModelOutput:
         return self._clock.time_pass(lambda: self.model.forward(batch, cache, **options), batch)

@@ -152,8 +152,8 @@ def _loaded_once(speculation: Speculation, target: Loaded) -> Speculation:
     own = speculation.options
     if not isinstance(own, DraftModelOptions) or not isinstance(own.model, str | Path):
         return speculation
-    draft = load(own.model, device=str(target.model.info.device), quantization=own.quantization)
-    return replace(speculation, options=replace(own, model=draft, quantization="none"))  # as far as loading goes
+    draft = load(own.model, device=str(target.model.info.device), quantization=own.loading(target.model.info))
+    return replace(speculation, options=replace(own, model=draft, quantization="auto"))  # as far as loading goes
 
 
 def _config(speculation: Speculation) -> dict[str, Any]:

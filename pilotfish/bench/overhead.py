@@ -22,7 +22,8 @@ from ..decoding.sampling import SamplingParams
 from ..drafters.base import Drafter, Setting
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
-from ..models.base import ModelInfo, ModelOutput
+from ..errors import ModelError
+from ..models.base import Ends, ModelInfo, ModelOutput
 from ..paged.batch import Batch
 from ..paged.cache import KVCache, LayerShape
 
@@ -60,6 +61,9 @@ class LookupTarget:
         output = ModelOutput(self.table_PV[batch.positions_T[batch.wanted_N] % len(self.table_PV)])
         self.seconds += time.perf_counter() - start
         return output
+
+    def ends(self) -> Ends:
+        raise ModelError("a table of logits has no embedding")
 
 
 class PreparedDrafter(Drafter):

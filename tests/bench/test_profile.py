@@ -19,7 +19,10 @@ def test_stages_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     target = from_objects(tiny_model("llama"))
     options = BenchOptions(prompts=str(prompts), max_tokens=12, seed=1, temperature=1.0)
     plain, ngram, own = run_profile(
-        options, target, [parse({"method": "ngram"}), parse({"method": "layer_skip"})], EngineOptions()
+        options,
+        target,
+        [parse({"method": name, "num_speculative_tokens": 5}) for name in ("ngram", "layer_skip")],
+        EngineOptions(),
     )
     for profile in (plain, ngram, own):
         assert set(profile.milliseconds) == set(STAGES)

@@ -20,7 +20,7 @@ from pilotfish.decoding.request import Request
 from pilotfish.decoding.sampling import SamplingParams
 from pilotfish.drafters import registry
 from pilotfish.drafters.base import Drafter, Setting
-from pilotfish.errors import OptionError
+from pilotfish.errors import DraftError, OptionError
 from pilotfish.models.load import Loaded
 from pilotfish.paged.pages import PagePool
 from tests.adversaries import FAILING, Scripted, adversaries, method_config, sampled_chain
@@ -205,7 +205,11 @@ def test_as_the_inner_drafter_of_a_draft_model(method):
     cases = mixed(False, True, 6)
     texts = []
     for speculation in (outer, alone):
-        found = engine(TARGET, lambda setting, it=speculation: Watched(it.build(setting), NUM_IDS), k=6)
+        try:
+            found = engine(TARGET, lambda setting, it=speculation: Watched(it.build(setting), NUM_IDS), k=6)
+        except DraftError as error:
+            assert "hidden states" in str(error)  # a draft model hands none out
+            pytest.skip(str(error))
         requests = [found.add(prompt, params)[0] for prompt, params in cases]
         drain(found)
         assert found.num_failed_drafts == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pilotfish.drafters import draft_model, registry
+from pilotfish.drafters import registry
 from pilotfish.drafters.draft_model import DraftModelDrafter
 from pilotfish.drafters.drawing import Run
 from pilotfish.engine import judge
@@ -242,7 +242,7 @@ def test_a_draft_model_given_by_name_is_loaded_once(options, table, draft, monke
         loaded.append((name, how["quantization"]))
         return draft
 
-    monkeypatch.setattr(draft_model, "load", load)
+    monkeypatch.setattr("pilotfish.models.load.load", load)
     report = prove(options, table, {"method": "draft_model", "model": "small", "quantization": "int8"}, draws=100)
     assert loaded == [("small", "int8")]
     assert "draft_model (table)" in report.method

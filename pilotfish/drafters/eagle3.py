@@ -1,0 +1,367 @@
+"""A trained head that drafts from the target's own states: EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
+
+It does not know the target's layers; what the target computed comes to it after every pass. It has a cache of its own,
+one layer, on the same pages. The one trick: it has no phases. Row i of a text joins token i + 1 and the target's states
+of row i; whatever rows came since the last call are read in one pass, and from there it feeds on its own output, all
+requests of a batch together, chains and trees alike.
+
+    its cache   [ rows of the text, from the target's states | scratch: its own guesses ]
+                                                    length ─^
+
+Greedy requests get a tree (see `growing`), those that draw a chain with its laws, whose ids are the target's.
+
+Rows whose states were never seen (the target found them in its cache) are shared like the target's, if the head read
+the same text before. If not they stay a gap: the head then sees less of the text, and its guesses are a little worse.
+So it is where a text leaves another at the end of a page: the target's last row there is shared, the head's, which
+joins the next token, is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..attention import sdpa
+from ..decoding.draft import EMPTY, MAX_NODES, Draft
+from ..decoding.request import Request, Step
+from ..errors import DraftError, OptionError
+from ..lazily import torch
+from ..models.options import QUANTIZATIONS
+from ..paged.batch import Feed, lay_out
+from .base import Drafter, Setting
+from .drawing import Run, extend
+from .growing import Growth, confidence
+from .states import kept_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..heads.eagle3 import Eagle3Head
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Options:
+    """Raises OptionError for values out of range."""
+
+    model: Any = field(default=None, metadata={"help": "the folder of the head", "flag": "draft_model"})
+    quantization: Literal["auto", "none", "int8", "int4"] = field(
+        default="auto", metadata={"help": "weights of the head; auto: int8 on a CPU", "flag": "draft_quantization"}
+    )
+    draft_sample_method: Literal["probabilistic", "greedy"] = field(
+        default="probabilistic", metadata={"help": "draw drafts from q, or take its likeliest tokens"}
+    )
+    tree_width: int = field(
+        default=8, metadata={"help": "eagle3: guesses looked at side by side where a draft may branch; 1: chains only"}
+    )
+    tree_depth: int = field(default=8, metadata={"help": "eagle3: longest path of a draft that branches"})
+
+    def __post_init__(self) -> None:
+        if self.quantization not in ("auto", *QUANTIZATIONS):
+            raise OptionError(f"quantization must be auto, {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
+        if self.draft_sample_method not in ("probabilistic", "greedy"):
+            raise OptionError(
+                f"draft_sample_method must be 'probabilistic' or 'greedy', not {self.draft_sample_method!r}"
+            )
+        for name in ("tree_width", "tree_depth"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
+                raise OptionError(f"{name} must be a whole number from 1 to {MAX_NODES}, not {value!r}")
+
+
+@dataclass(slots=True)
+class _Text:
+    """What the head knows of one text.
+
+    request: whose text it is. names: what each row is known by, for rows to be shared. skew: places that were passed
+    over, so that row i is place i + skew from there on. waiting: fused states [n, hidden] of the places behind the
+    rows. output: what came out of the last row, once all are read.
+    """
+
+    request: Request
+    names: list[int]
+    skew: int = 0
+    waiting: list[Tensor] = field(default_factory=list)
+    output: Tensor | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self.waiting))
+
+
+@dataclass(slots=True)
+class _Work:
+    """One request's draft in progress: a chain, or a tree. hidden: what the rows of its next feed start from."""
+
+    request: Request
+    run: Run
+    growth: Growth | None = None
+    hidden: Tensor | None = None
+    kind: tuple[str, int] = ("", 0)
+
+    @property
+    def active(self) -> bool:
+        return bool(self.growth.frontier) if self.growth else not self.run.done
+
+    def feed(self, past: int) -> Feed:
+        if self.growth is None:
+            return Feed(self.request.id, self.run.tokens[-1:], past + len(self.run.tokens) - 1, 0)
+        growth = self.growth
+        tokens = [growth.tokens[node] for node in growth.frontier]
+        return Feed(self.request.id, tokens, past, 0, growth.ancestors(), growth.num_skipped)
+
+
+class Eagle3Drafter(Drafter):
+    """head: in float32, on the target's device. num_passes: of the head, so far."""
+
+    Options = Eagle3Options
+
+    def __init__(self, head: Eagle3Head, setting: Setting, options: Eagle3Options | None = None):
+        from ..paged.cache import KVCache, LayerShape
+
+        options, config = options or Eagle3Options(), head.config
+        self.head, self.options, self.target_cache = head, options, setting.cache
+        self.num_target_ids, self.device = setting.target.vocab_size, setting.target.device
+        self.max_rows, self.layers = setting.max_rows, config.taps
+        self.taps = tuple(sorted(set(config.taps)))
+        self.trees = setting.trees and options.tree_width > 1
+        self.target_ids = head.target_ids().to(self.device)
+        self.scale = config.head_dim**-0.5
+        scratch = -(-MAX_NODES // setting.page_size) + 1
+        num_pages = -(-setting.num_cache_tokens // setting.page_size) + scratch * setting.max_num_seqs
+        shape = LayerShape(config.num_key_heads, config.head_dim, config.head_dim)
+        self.cache = KVCache([shape], num_pages, setting.page_size, device=self.device)
+        self.cache.prefix_sharing = setting.cache.prefix_sharing
+        self.num_passes = 0
+        self._texts: dict[str, _Text] = {}
+        self._num_unshared = 0
+
+    @classmethod
+    def build(cls, options: Any, setting: Setting) -> Eagle3Drafter:
+        from ..heads.eagle3 import Eagle3Head
+        from ..heads.layers import packed
+        from ..heads.store import load_for
+
+        head = load_for(options.model, setting.model, setting.tokenizer, "eagle3")
+        assert isinstance(head, Eagle3Head)
+        on_cpu = setting.device.type == "cpu"
+        quantization = ("int8" if on_cpu else "none") if options.quantization == "auto" else options.quantization
+        if QUANTIZATIONS[quantization]:
+            if not on_cpu:
+                raise DraftError(f"quantization {quantization!r} of a head is for the CPU, not for {setting.device}")
+            packed(head, QUANTIZATIONS[quantization])
+        return cls(head.to(setting.device).requires_grad_(False), setting, options)
+
+    def describe(self) -> str:
+        return f"{len(self.target_ids)} of the target's {self.num_target_ids} ids, states of layers {self.layers}"
+
+    # -- what the target computed ----------------------------------------------------------------------------------
+
+    def observe(self, steps: Sequence[Step], taps: Mapping[int, Tensor]) -> None:
+        rows: list[int] = []
+        owners: list[tuple[_Text, int]] = []
+        arrivals = list(kept_rows(steps, self.target_cache))
+        if any(past > 0 and request.id not in self._texts for request, past, _ in arrivals):
+            self._read_ahead()  # the target may have found what the head was given, but has not read yet
+        for request, past, kept in arrivals:
+            text = self._text(request, past, past + len(kept))
+            new = kept[self._end(request) - past :]
+            if new:
+                rows += new
+                owners.append((text, len(new)))
+        if not rows:
+            return
+        with torch.inference_mode():
+            index = torch.tensor(rows, device=self.device)
+            states = torch.cat([taps[layer].index_select(0, index).float() for layer in self.layers], dim=1)
+            fused = torch.split(self.head.fuse(states), [count for _, count in owners])
+        for (text, _), part in zip(owners, fused, strict=True):
+            text.waiting.append(part)
+            text.output = None
+
+    def release(self, request: Request) -> None:
+        self._close(request.id)
+
+    def _text(self, request: Request, past: int, stop: int) -> _Text:
+        """What is known of the text whose places past..stop-1 are coming; what was known is given up if they do not
+        follow it."""
+        if request.id in self._texts and self._end(request) < past:
+            self._close(request.id)
+        if request.id not in self._texts:
+            names = self._names(request, 0, stop)
+            found = self.cache.open(request.id, names)
+            self._texts[request.id] = _Text(request, names[:found], skew=max(0, past - found))
+        return self._texts[request.id]
+
+    def _names(self, request: Request, start: int, stop: int) -> list[int]:
+        """What the rows of these places are known by: the token each joins; the first one also by the one before."""
+        names = request.tokens[start + 1 : stop + 1]
+        if start == 0:
+            names[0] += (request.tokens[0] + 1) * self.num_target_ids
+        return names
+
+    def _end(self, request: Request) -> int:
+        """The first place whose state is still to come."""
+        text = self._texts[request.id]
+        return self.cache.length(request.id) + text.skew + text.num_waiting
+
+    # -- drafting --------------------------------------------------------------------------------------------------
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        works = [self._begin(request, limit, requests) for request, limit in zip(requests, limits, strict=True)]
+        active = [work for work in works if work is not None]
+        if not active:
+            return [EMPTY] * len(requests)
+        with torch.inference_mode():
+            self._read([work.request for work in active])
+            hidden_TD = torch.stack([self._output(work.request) for work in active])
+            counts = [1] * len(active)
+            while True:
+                self._choose(active, counts, hidden_TD)
+                active = [work for work in active if work.active]
+                if not active:
+                    break
+                hidden_TD, counts = self._step(active)
+        return [EMPTY if work is None else self._draft(work) for work in works]
+
+    def _begin(self, request: Request, limit: int, wanted: Sequence[Request]) -> _Work | None:
+        """Make room; None if the states of this request's text are not all there, or there is no room."""
+        text = self._texts.get(request.id)
+        if text is None or self._end(request) != len(request.tokens) - 1:
+            return None
+        probabilistic = self.options.draft_sample_method == "probabilistic"
+        run, growth = Run(request, limit, probabilistic), None
+        num_scratch = limit - 1
+        if self.trees and not request.params.processed and (request.params.greedy or not probabilistic):
+            growth = Growth(limit, self.options.tree_width, min(self.options.tree_depth, limit), request.stop_ids)
+            num_scratch = min(MAX_NODES, (growth.depth - 1) * growth.width)
+        num_rows = text.num_waiting + num_scratch
+        if not self.cache.reserve(request.id, num_rows):
+            self._close_idle(wanted)
+            if not self.cache.reserve(request.id, num_rows):
+                return None
+        return _Work(request, run, growth)
+
+    def _read(self, requests: Sequence[Request]) -> None:
+        """Feed what is waiting, at most max_rows a pass, and keep it; the last row's output is where drafts begin."""
+        todo = [request for request in requests if self._texts[request.id].waiting]
+        while todo:
+            feeds: list[Feed] = []
+            states: list[Tensor] = []
+            budget = self.max_rows
+            for request in todo:
+                if budget <= 0:
+                    break
+                text, past = self._texts[request.id], self.cache.length(request.id)
+                waiting_TD = torch.cat(text.waiting)
+                states.append(waiting_TD[:budget])
+                text.waiting = [waiting_TD[budget:]] if len(waiting_TD) > budget else []
+                place = past + text.skew + 1
+                feeds.append(Feed(request.id, request.tokens[place : place + len(states[-1])], past, 0))
+                budget -= len(states[-1])
+            last = torch.tensor([len(part) for part in states]).cumsum(0) - 1
+            hidden_TD = self._forward(feeds, torch.cat(states))[last.to(self.device)]
+            for request, feed, hidden_D in zip(todo, feeds, hidden_TD, strict=False):
+                self._keep(request, len(feed.tokens))
+                self._texts[request.id].output = hidden_D
+            todo = [request for request in todo if self._texts[request.id].waiting]
+
+    def _read_ahead(self) -> None:
+        """Read whatever is waiting, as far as there is room."""
+        waiting = [text for text in self._texts.values() if text.waiting]
+        with torch.inference_mode():
+            self._read([t.request for t in waiting if self.cache.reserve(t.request.id, t.num_waiting)])
+
+    def _keep(self, request: Request, count: int) -> None:
+        """Rows just read of the text stay."""
+        text, past = self._texts[request.id], self.cache.length(request.id)
+        if text.skew:  # behind a gap a row is like no other text's
+            text.names += range(-self._num_unshared - 1, -self._num_unshared - 1 - count, -1)
+            self._num_unshared += count
+        else:
+            text.names += self._names(request, past, past + count)
+        self.cache.commit(request.id, range(count), text.names)
+
+    def _output(self, request: Request) -> Tensor:
+        output = self._texts[request.id].output
+        assert output is not None, "all rows are read"
+        return output
+
+    def _step(self, works: Sequence[_Work]) -> tuple[Tensor, list[int]]:
+        """One pass over what was just chosen, with its outputs, and how many rows each has."""
+        feeds = [work.feed(self.cache.length(work.request.id)) for work in works]
+        states = [work.hidden for work in works if work.hidden is not None]
+        return self._forward(feeds, torch.cat(states)), [len(feed.tokens) for feed in feeds]
+
+    def _forward(self, feeds: Sequence[Feed], states_TD: Tensor) -> Tensor:
+        self.num_passes += 1
+        batch = lay_out(feeds, self.cache, self.device)
+        keys, values = self.cache.keys[0], self.cache.values[0]
+        positions_T = batch.positions_T
+        if any(self._texts[feed.sequence].skew for feed in feeds):
+            skews = [self._texts[feed.sequence].skew for feed in feeds for _ in feed.tokens]
+            positions_T = positions_T + torch.tensor(skews, device=self.device)
+
+        def attend(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+            keys[batch.slots_T], values[batch.slots_T] = k_TGD, v_TGD
+            return sdpa.attend(q_THD, keys, values, batch, scale=self.scale)
+
+        return self.head(batch.tokens_T, states_TD, positions_T, attend)  # type: ignore[no-any-return]
+
+    def _choose(self, works: Sequence[_Work], counts: Sequence[int], hidden_TD: Tensor) -> None:
+        """Each work's next tokens, from what its rows came out as."""
+        logits_TV = self.head.logits(hidden_TD)
+        first: list[int] = []  # of each chain, its row
+        chains: list[Run] = []
+        trees: list[tuple[_Work, int, int]] = []
+        start = 0
+        for work, count in zip(works, counts, strict=True):
+            if work.growth is None:
+                first.append(start)
+                chains.append(work.run)
+                work.hidden = hidden_TD[start : start + 1]
+            else:
+                trees.append((work, start, start + count))
+            start += count
+        if chains:
+            extend(chains, [()] * len(chains), self._over_target_ids(logits_TV[first]))
+        if trees:
+            self._grow(trees, logits_TV, hidden_TD)
+
+    def _grow(self, trees: Sequence[tuple[_Work, int, int]], logits_TV: Tensor, hidden_TD: Tensor) -> None:
+        width = min(self.options.tree_width, logits_TV.shape[1])
+        best_TK, ids_TK = logits_TV.topk(width, dim=1)
+        logprobs = (best_TK - logits_TV.logsumexp(1, keepdim=True)).tolist()
+        tokens = self.target_ids[ids_TK].tolist()
+        for work, start, stop in trees:
+            growth = work.growth
+            assert growth is not None
+            if not growth.tokens:
+                work.kind = ("tree", confidence(logprobs[start][0]))
+            row_of = {node: row for row, node in enumerate(growth.frontier or [-1], start)}
+            growth.add(tokens[start:stop], logprobs[start:stop])
+            work.hidden = hidden_TD[[row_of[growth.parents[node]] for node in growth.frontier]]
+
+    def _over_target_ids(self, logits_NV: Tensor) -> Tensor:
+        """The same law over the target's ids: what the head cannot say is impossible."""
+        if logits_NV.shape[1] == self.num_target_ids:
+            return logits_NV
+        full_NV = logits_NV.new_full((len(logits_NV), self.num_target_ids), -torch.inf)
+        return full_NV.index_copy_(1, self.target_ids, logits_NV)
+
+    def _draft(self, work: _Work) -> Draft:
+        if work.growth is not None:
+            return work.growth.draft(work.kind)
+        draft = work.run.draft(self.num_target_ids, self.device)
+        return Draft(draft.tokens, draft.parents, draft.probs, ("chain", 0))
+
+    # -- room --------------------------------------------------------------------------------------------------------
+
+    def _close(self, sequence: str) -> None:
+        self.cache.release(sequence)
+        self._texts.pop(sequence, None)
+
+    def _close_idle(self, wanted: Sequence[Request]) -> None:
+        keep = {request.id for request in wanted}
+        for sequence in [name for name in self.cache.sequences if name not in keep]:
+            self._close(sequence)

@@ -1,0 +1,1 @@
+"""Trained heads: their architectures and their files; drafters and training share them."""
