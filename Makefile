@@ -3,17 +3,19 @@
 PYTHON    ?= python3
 PIP_FLAGS ?=
 MARKS     ?= not slow
+PEERS     ?=
 
 PIP   := .venv/bin/python -m pip install --disable-pip-version-check --no-input -c constraints.txt $(PIP_FLAGS)
 STAMP := .venv/.installed
 
-.PHONY: help demo test lint bench-overhead clean
+.PHONY: help demo test lint bench-overhead bench-peers clean
 
 help:
 	@echo "make demo            run the demo on the small model that pip installs"
 	@echo "make test            ruff, mypy, then all tests that are quick"
 	@echo "make lint            ruff and mypy alone"
 	@echo "make bench-overhead  what the engine itself costs per token"
+	@echo "make bench-peers     other engines beside ours, on the same prompts in turns (PEERS= takes its flags; docs/peers.md)"
 	@echo "make clean           remove caches and build artefacts (the environment .venv stays)"
 	@echo
 	@echo "Variables:"
@@ -35,6 +37,10 @@ lint: $(STAMP)
 
 bench-overhead: $(STAMP)
 	.venv/bin/python -m pilotfish.bench.overhead
+
+# Ctrl-C ends it with a table of what there is; the same command goes on.
+bench-peers: $(STAMP)
+	.venv/bin/python -m pilotfish.bench.peers --pip-flags '$(PIP_FLAGS)' $(PEERS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -21,6 +21,7 @@ from ..decoding.request import Request, Step
 from .acceptance import DEEPEST, Acceptance, Rates, accepted_nodes
 from .curve import CostCurve
 
+_MOST = 24  # nodes of a draft: more seldom pay, and room for them is taken from prompts that are being read
 _PROBE_EVERY = 24  # steps without a draft after which an arm is tried again
 _PROBE_SELDOM = 400  # the same for look-ups that failed again and again
 _PROBE_LENGTH = 4  # steps of a look-up's trial: one alone may find nothing
@@ -154,7 +155,7 @@ class Adaptive:
     num_judged: tokens that these steps gave.
     """
 
-    def __init__(self, costs: CostCurve, *, num_arms: int = 1, most: int = MAX_NODES):
+    def __init__(self, costs: CostCurve, *, num_arms: int = 1, most: int = _MOST):
         self.costs, self.most = costs, most
         self.acceptance = Acceptance()
         self._arms = [_Arm() for _ in range(num_arms)]

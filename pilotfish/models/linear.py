@@ -3,7 +3,7 @@
 It does not know models or files. The one trick: a scale belongs to a *row's* group of 32 inputs, never to a tensor,
 so the same row has the same bytes in any batch, and one loud channel drowns only its 31 neighbours.
 
-int8: one scale per output. int4: one per output and 32 inputs, chosen among a few for the least squared error.
+int8: one scale per output. int4: a scale and a minimum per output and 32 inputs, float16 both; see `four_bits`.
 See `products` for the layout.
 """
 
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ..attention.vectors import compiled
 from ..errors import ModelError
+from .four_bits import LARGEST, fit
 from .products import GROUP, ROWS, ZERO_POINT, multiply_tile, quantise_row
 from .team import counters, finish, take, team
 
 _ROWS_AT_ONCE = 16384  # outputs that are in float at a time while a matrix is packed
-_SHRINKS = (1.0, 0.92, 0.85, 0.78)  # of an int4 scale: a few clipped weights may buy precision for the rest
 Array = np.ndarray[Any, Any]
 
 
@@ -67,7 +67,8 @@ class Packed:
 
 
 def pack(weight_ND: Tensor, bits: int, bias_N: Tensor | None = None, name: str = "weight") -> Packed:
-    """Quantise a float weight. Raises ModelError, naming it, if there is a NaN or an infinity in it."""
+    """Quantise a float weight. Raises ModelError, naming it, if there is a NaN or an infinity in it, or, at 4 bits,
+    a number beyond float16."""
     outputs, inputs = weight_ND.shape
     pieces = [_pack_rows(weight_ND[i : i + _ROWS_AT_ONCE], bits, name) for i in range(0, outputs, _ROWS_AT_ONCE)]
     bias = torch.zeros(-(-outputs // 16) * 16)
@@ -85,18 +86,18 @@ def pack(weight_ND: Tensor, bits: int, bias_N: Tensor | None = None, name: str =
 
 def unpack(packed: Packed) -> Tensor:
     """The weight that the bytes stand for, [outputs, inputs] float32."""
-    tiles, groups, zero = packed.num_tiles, packed.num_groups, ZERO_POINT[packed.bits]
+    tiles, groups = packed.num_tiles, packed.num_groups
     data = torch.from_numpy(np.array(packed.weights))
     scales = torch.from_numpy(np.array(packed.scales))
     if packed.bits == 8:
         numbers = data.view(tiles, groups * GROUP // 4, 16, 4).permute(0, 2, 1, 3).reshape(tiles * 16, -1)
-        values = (numbers.float() - zero) * scales[:, None]
+        values = (numbers.float() - ZERO_POINT) * scales[:, None]
     else:
         data = data.view(tiles, groups * GROUP // 8, 16, 4)
         halves = torch.stack([data & 15, data >> 4], 2)  # [tiles, 8 inputs, half, outputs, 4]
         numbers = halves.permute(0, 3, 1, 2, 4).reshape(tiles * 16, groups, GROUP)
-        by_output = scales.view(tiles, groups, 16).permute(0, 2, 1).reshape(tiles * 16, groups)
-        values = ((numbers.float() - zero) * by_output[..., None]).reshape(tiles * 16, -1)
+        by_output = scales.float().view(tiles, groups, 2, 16).permute(2, 0, 3, 1).reshape(2, tiles * 16, groups, 1)
+        values = (numbers.float() * by_output[0] + by_output[1]).reshape(tiles * 16, -1)
     return values[: packed.outputs, : packed.inputs]
 
 
@@ -106,7 +107,7 @@ def unpack_rows(weights: Array, scales: Array, ids_N: Tensor, inputs: int) -> Te
     width = weights.size // scales.size
     tiled = weights.reshape(scales.size // 16, width // 4, 16, 4)
     rows = tiled[numbers // 16, :, numbers % 16].reshape(len(numbers), width)
-    values = (rows.astype(np.float32) - ZERO_POINT[8]) * np.asarray(scales)[numbers][:, None]
+    values = (rows.astype(np.float32) - ZERO_POINT) * np.asarray(scales)[numbers][:, None]
     return torch.from_numpy(values[:, :inputs])
 
 
@@ -123,32 +124,19 @@ def _pack_rows(weight: Tensor, bits: int, name: str) -> tuple[Array, Array]:
         numbers = (full / scales.clamp(min=1e-30)[:, None]).round_().add_(128).to(torch.uint8)
         packed = numbers.view(tiles, 16, groups * GROUP // 4, 4).permute(0, 2, 1, 3).contiguous()
         return packed.view(-1).numpy(), scales.numpy()
-    grouped = full.view(tiles * 16, groups, GROUP)
-    scales = _best_scales(grouped)
-    numbers = _to_four_bits(grouped, scales).add_(8).to(torch.uint8)
+    largest = float(full.abs().max())
+    if largest > LARGEST:
+        raise ModelError(f"{name} cannot be quantised to int4: it holds {largest:g}, and a float16 ends at 65504; use int8")
+    # What is beyond the last input must not widen its group: the group's own values, once more.
+    first = (groups - 1) * GROUP
+    full[:, inputs:] = full[:, first + torch.arange(groups * GROUP - inputs) % (inputs - first)]
+    numbers, scales, minimums = fit(full.view(-1, GROUP))
     halves = numbers.view(tiles, 16, groups * GROUP // 8, 2, 4).permute(
         0, 2, 1, 3, 4
     )  # [tiles, 8 inputs, outputs, half, 4]
     packed = (halves[..., 0, :] | (halves[..., 1, :] << 4)).contiguous()
-    return packed.view(-1).numpy(), scales.view(tiles, 16, groups).permute(0, 2, 1).contiguous().view(-1).numpy()
-
-
-def _to_four_bits(grouped: Tensor, scales: Tensor) -> Tensor:
-    inverse = torch.where(scales == 0, 0.0, 1 / scales)
-    return (grouped * inverse[..., None]).round_().clamp_(-8, 7)
-
-
-def _best_scales(grouped: Tensor) -> Tensor:
-    """Per output and group, the scale with the least squared error. Its sign puts the largest weight at -8, the one
-    value that has no opposite."""
-    sizes, where = grouped.abs().max(2)
-    signed = grouped.gather(2, where[..., None])[..., 0] / -8
-    best, least = signed, torch.full_like(signed, float("inf"))
-    for scales in [signed * shrink for shrink in _SHRINKS] + [sizes / 7]:
-        error = (_to_four_bits(grouped, scales) * scales[..., None] - grouped).square_().sum(2)
-        better = error < least
-        best, least = torch.where(better, scales, best), torch.where(better, error, least)
-    return best
+    both = torch.stack([scales, minimums]).view(2, tiles, 16, groups).permute(1, 3, 0, 2).contiguous()
+    return packed.view(-1).numpy(), both.view(-1).numpy()
 
 
 class PackedLinear:

@@ -1,15 +1,16 @@
 """Products of quantised rows with packed int8 or int4 weights: 16 outputs at a time, any number of rows.
 
-It does not know layers or files. The one trick: weights are stored *unsigned* (with a zero point) and activations
-signed, which is what the CPU's byte product wants, and then the zero point's part of a sum is one number per row and
-group, the sum of the row's own bytes. So weights need no correction terms, and a row's result is a function of that
-row alone, bit for bit: integer sums are exact, and the few float steps are the same for 1 row and for 8.
+It does not know layers or files. The one trick: weights are stored *unsigned* (above a zero point, or a minimum) and
+activations signed, which is what the CPU's byte product wants, and then the zero point's or minimum's part of a sum
+needs one number per row and group, the sum of the row's own bytes. So weights need no correction terms, and a row's
+result is a function of that row alone, bit for bit: integer sums are exact, and the few float steps are the same for
+1 row and for 8.
 
     rows         blocks of 8: [K / 4][8 rows][4 inputs] int8, so that one pointer reaches all; and per block
                  [K / 32][8 rows] scales (float32) and -128 x sums (int32), one for each row's group of 32 inputs
     int8 tile    [K / 4][16 outputs][4 inputs] bytes, weight + 128; one scale per output
     int4 tile    [K / 8][16 outputs][4 inputs] bytes, the first 4 inputs in the low halves, the next 4 in the high
-                 ones, weight + 8; one scale per output and group
+                 ones, 0 to 15; per group 16 scales and 16 minimums (float16): weight = scale x number + minimum
 """
 
 import functools
@@ -22,7 +23,8 @@ from ..attention.vectors import DOT_KIND, F32, I32, LANES, V8, VF, VI, DotKind, 
 
 GROUP = 32  # inputs that share one activation scale
 ROWS = 8  # of a block
-ZERO_POINT = {8: 128, 4: 8}
+ZERO_POINT = 128  # of int8 weights
+V16, VH = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.HalfType(), LANES)
 TILE_BYTES = {8: LANES * GROUP, 4: LANES * GROUP // 2}  # of one group
 
 
@@ -47,9 +49,8 @@ def tile_product(bits: int, rows: int, kind: DotKind = DOT_KIND) -> Any:
         with e.loop(num_groups) as group:
             line = e.times(group, 4 * ROWS)
             first_sum, first_scale = e.at(row_sums, line), e.at(row_scales, line)
-            sums = [e.splat(e.load(first_sum, I32, 4 * m)) for m in range(rows)]
-            if bits == 4:
-                sums = [b.ashr(value, ir.Constant(VI, [4] * LANES)) for value in sums]  # exact: 128 / 8
+            own_sums = [e.splat(e.load(first_sum, I32, 4 * m)) for m in range(rows)]
+            sums = [own if bits == 8 else ir.Constant(VI, [0] * LANES) for own in own_sums]
             data = e.at(row, e.times(group, GROUP * ROWS))
             tile = e.at(weights, e.times(group, TILE_BYTES[bits]))
             for step in range(GROUP // 4):
@@ -57,10 +58,15 @@ def tile_product(bits: int, rows: int, kind: DotKind = DOT_KIND) -> Any:
                 for m in range(rows):
                     four = e.splat(e.load(data, I32, 4 * ROWS * step + 4 * m))
                     sums[m] = e.dot_bytes(sums[m], values, four, kind)
+            if bits == 4:
+                halves = e.at(scales, e.times(group, 4 * LANES))
+                factors = _from_half(e, halves, kind)
+                # A row's sum comes as -128 times itself; to divide by a power of two is exact.
+                minimums = b.fmul(_from_half(e, e.at(halves, 2 * LANES), kind), e.constant(-1 / ZERO_POINT))
             for m in range(rows):
                 value = b.sitofp(sums[m], VF)
                 if bits == 4:
-                    value = b.fmul(value, e.load(scales, VF, e.times(group, 4 * LANES)))
+                    value = e.fma(minimums, b.sitofp(own_sums[m], VF), b.fmul(value, factors))
                 scale = e.splat(e.load(first_scale, F32, 4 * m))
                 b.store(e.fma(value, scale, b.load(totals[m])), totals[m])
         shift, factor = e.load(bias, VF), e.load(scales, VF)
@@ -86,6 +92,19 @@ def _weights(e: Emit, tile: Any, step: int, bits: int) -> Any:
     return e.builder.and_(packed, ir.Constant(VI, [0x0F0F0F0F] * LANES))
 
 
+def _from_half(e: Emit, address: Any, kind: DotKind) -> Any:
+    """16 float16 as float32: exact, and one instruction on any CPU that has one."""
+    b = e.builder
+    if kind != "plain":
+        return b.fpext(e.load(address, VH), VF)
+    # A CPU without such an instruction would call a function that is not there. Bits in place, then the exponent's bias.
+    wide = b.zext(e.load(address, V16), VI)
+    size = b.shl(b.and_(wide, ir.Constant(VI, [0x7FFF] * LANES)), ir.Constant(VI, [13] * LANES))
+    sign = b.shl(b.and_(wide, ir.Constant(VI, [0x8000] * LANES)), ir.Constant(VI, [16] * LANES))
+    size = b.bitcast(b.fmul(b.bitcast(size, VF), e.constant(2.0**112)), VI)
+    return b.bitcast(b.or_(size, sign), VF)
+
+
 def _quantise_group(context: Emit, values: Any, out: Any, scale: Any, total: Any) -> None:
     """GROUP floats to bytes in +-127, their scale, and -128 x their sum. A NaN or an infinity makes the scale one.
 
@@ -107,7 +126,7 @@ def _quantise_group(context: Emit, values: Any, out: Any, scale: Any, total: Any
         for j in range(4):
             e.store(b.extract_element(words, I32(j)), out, 4 * ROWS * (4 * i + j))
         sums = b.add(sums, whole)
-    e.store(b.mul(e.total(sums), I32(-ZERO_POINT[8])), total)
+    e.store(b.mul(e.total(sums), I32(-ZERO_POINT)), total)
 
 
 quantise_group = instruction(types.void, _quantise_group)

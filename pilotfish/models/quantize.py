@@ -26,7 +26,7 @@ from .architecture import Architecture, describe, eos_ids, fused, unsupported, w
 from .disk_cache import cache_folder, prepared
 from .linear import Array, pack
 
-FORMAT = 2  # raised when the bytes mean something else
+FORMAT = 3  # raised when the bytes mean something else
 _MATRICES = ("embedding", "head", "qkv", "o", "gate_up", "down")
 _KEPT_AT_8_BITS = ("embedding", "head")  # in an int4 model too: every token's law hangs on them
 _ALIGNMENT = 64
