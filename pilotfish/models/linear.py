@@ -18,7 +18,7 @@ from torch import Tensor
 from ..attention.vectors import compiled
 from ..errors import ModelError
 from .four_bits import LARGEST, fit
-from .products import GROUP, ROWS, ZERO_POINT, multiply_tile, quantise_row
+from .products import GROUP, ROWS, SUMS_LINE, ZERO_POINT, multiply_tile, quantise_row
 from .team import counters, finish, take, team
 
 _ROWS_AT_ONCE = 16384  # outputs that are in float at a time while a matrix is packed
@@ -126,7 +126,9 @@ def _pack_rows(weight: Tensor, bits: int, name: str) -> tuple[Array, Array]:
         return packed.view(-1).numpy(), scales.numpy()
     largest = float(full.abs().max())
     if largest > LARGEST:
-        raise ModelError(f"{name} cannot be quantised to int4: it holds {largest:g}, and a float16 ends at 65504; use int8")
+        raise ModelError(
+            f"{name} cannot be quantised to int4: it holds {largest:g}, and a float16 ends at 65504; use int8"
+        )
     # What is beyond the last input must not widen its group: the group's own values, once more.
     first = (groups - 1) * GROUP
     full[:, inputs:] = full[:, first + torch.arange(groups * GROUP - inputs) % (inputs - first)]
@@ -154,7 +156,7 @@ class PackedLinear:
         out = np.empty((rows, packed.num_tiles * 16), np.float32)
         blocked, groups = -(-rows // ROWS) * ROWS, packed.num_groups
         data = np.empty(blocked * width, np.int8)
-        scales, sums = np.empty(blocked * groups, np.float32), np.empty(blocked * groups, np.int32)
+        scales, sums = np.empty(blocked * groups, np.float32), np.empty(blocked * groups * SUMS_LINE // ROWS, np.uint8)
         matrix = np.array(packed.matrix())
         team(torch.get_num_threads()).run(_multiply, counters(2), padded, data, scales, sums, matrix, out)
         return torch.from_numpy(out[:, : packed.outputs])

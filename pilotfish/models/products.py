@@ -7,7 +7,8 @@ result is a function of that row alone, bit for bit: integer sums are exact, and
 1 row and for 8.
 
     rows         blocks of 8: [K / 4][8 rows][4 inputs] int8, so that one pointer reaches all; and per block
-                 [K / 32][8 rows] scales (float32) and -128 x sums (int32), one for each row's group of 32 inputs
+                 [K / 32][8 rows] scales (float32), one for each row's group of 32 inputs, and [K / 32][2][8 rows]
+                 of the group's sums, -128 x them (int32, where int8's begin) and as they are (float32, for int4)
     int8 tile    [K / 4][16 outputs][4 inputs] bytes, weight + 128; one scale per output
     int4 tile    [K / 8][16 outputs][4 inputs] bytes, the first 4 inputs in the low halves, the next 4 in the high
                  ones, 0 to 15; per group 16 scales and 16 minimums (float16): weight = scale x number + minimum
@@ -23,6 +24,7 @@ from ..attention.vectors import DOT_KIND, F32, I32, LANES, V8, VF, VI, DotKind, 
 
 GROUP = 32  # inputs that share one activation scale
 ROWS = 8  # of a block
+SUMS_LINE = 8 * ROWS  # bytes of a block's sums, of one group
 ZERO_POINT = 128  # of int8 weights
 V16, VH = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.HalfType(), LANES)
 TILE_BYTES = {8: LANES * GROUP, 4: LANES * GROUP // 2}  # of one group
@@ -47,10 +49,13 @@ def tile_product(bits: int, rows: int, kind: DotKind = DOT_KIND) -> Any:
         e, b = context, context.builder
         totals = [e.variable(e.constant(0.0)) for _ in range(rows)]
         with e.loop(num_groups) as group:
-            line = e.times(group, 4 * ROWS)
-            first_sum, first_scale = e.at(row_sums, line), e.at(row_scales, line)
-            own_sums = [e.splat(e.load(first_sum, I32, 4 * m)) for m in range(rows)]
-            sums = [own if bits == 8 else ir.Constant(VI, [0] * LANES) for own in own_sums]
+            first_scale, first_sum = (
+                e.at(row_scales, e.times(group, 4 * ROWS)),
+                e.at(row_sums, e.times(group, SUMS_LINE)),
+            )
+            sums: list[Any] = [ir.Constant(VI, [0] * LANES)] * rows
+            if bits == 8:
+                sums = [e.splat(e.load(first_sum, I32, 4 * m)) for m in range(rows)]
             data = e.at(row, e.times(group, GROUP * ROWS))
             tile = e.at(weights, e.times(group, TILE_BYTES[bits]))
             for step in range(GROUP // 4):
@@ -60,13 +65,12 @@ def tile_product(bits: int, rows: int, kind: DotKind = DOT_KIND) -> Any:
                     sums[m] = e.dot_bytes(sums[m], values, four, kind)
             if bits == 4:
                 halves = e.at(scales, e.times(group, 4 * LANES))
-                factors = _from_half(e, halves, kind)
-                # A row's sum comes as -128 times itself; to divide by a power of two is exact.
-                minimums = b.fmul(_from_half(e, e.at(halves, 2 * LANES), kind), e.constant(-1 / ZERO_POINT))
+                factors, minimums = (_from_half(e, e.at(halves, place), kind) for place in (0, 2 * LANES))
             for m in range(rows):
                 value = b.sitofp(sums[m], VF)
                 if bits == 4:
-                    value = e.fma(minimums, b.sitofp(own_sums[m], VF), b.fmul(value, factors))
+                    own_sum = e.splat(e.load(first_sum, F32, 4 * ROWS + 4 * m))
+                    value = e.fma(minimums, own_sum, b.fmul(value, factors))
                 scale = e.splat(e.load(first_scale, F32, 4 * m))
                 b.store(e.fma(value, scale, b.load(totals[m])), totals[m])
         shift, factor = e.load(bias, VF), e.load(scales, VF)
@@ -106,7 +110,7 @@ def _from_half(e: Emit, address: Any, kind: DotKind) -> Any:
 
 
 def _quantise_group(context: Emit, values: Any, out: Any, scale: Any, total: Any) -> None:
-    """GROUP floats to bytes in +-127, their scale, and -128 x their sum. A NaN or an infinity makes the scale one.
+    """GROUP floats to bytes in +-127, their scale, and their sum in both forms. A NaN or an infinity makes the scale one.
 
     The bytes go to ``out`` in words of 4, a block's line apart.
     """
@@ -126,7 +130,9 @@ def _quantise_group(context: Emit, values: Any, out: Any, scale: Any, total: Any
         for j in range(4):
             e.store(b.extract_element(words, I32(j)), out, 4 * ROWS * (4 * i + j))
         sums = b.add(sums, whole)
-    e.store(b.mul(e.total(sums), I32(-ZERO_POINT)), total)
+    whole_sum = e.total(sums)
+    e.store(b.mul(whole_sum, I32(-ZERO_POINT)), total)
+    e.store(b.sitofp(whole_sum, F32), total, 4 * ROWS)
 
 
 quantise_group = instruction(types.void, _quantise_group)
@@ -207,7 +213,7 @@ def multiply_tile(
         rows = (left + parts - 1) // parts
         r = row + block * num_groups * GROUP * ROWS + place * 4
         s = row_scales + block * num_groups * 4 * ROWS + place * 4
-        t = row_sums + block * num_groups * 4 * ROWS + place * 4
+        t = row_sums + block * num_groups * SUMS_LINE + place * 4
         o = out + done * out_stride
         if bits == 8:
             _int8_rows(weights, scales, bias, rows, r, s, t, o, out_stride, num_groups, add)
@@ -222,7 +228,10 @@ def quantise_row(values: Int, row: Int, first: Int, stop: Int, num_groups: Int, 
     """Groups first..stop-1 of the floats at ``values`` into row number ``row`` of the blocks at data, scales, sums."""
     block, place = row // ROWS * num_groups, row % ROWS * 4
     for group in range(first, stop):
-        line = (block + group) * 4 * ROWS + place
+        line = block + group
         quantise_group(
-            values + group * GROUP * 4, data + (block + group) * GROUP * ROWS + place, scales + line, sums + line
+            values + group * GROUP * 4,
+            data + line * GROUP * ROWS + place,
+            scales + line * 4 * ROWS + place,
+            sums + line * SUMS_LINE + place,
         )

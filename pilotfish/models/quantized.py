@@ -27,7 +27,7 @@ from .base import Ends, ModelInfo, ModelOutput
 from .decoder import chosen_layers
 from .linear import Array, pick_rows, unpack_rows
 from .options import QUANTIZATIONS
-from .products import GROUP
+from .products import GROUP, ROWS, SUMS_LINE
 from .quantize import Quantised
 from .team import counters, team
 
@@ -220,7 +220,7 @@ class QuantizedDecoder:
                 loops.NORMED: size * stride_of(hidden) * 4,
                 loops.BYTES: size * widest,
                 loops.SCALES: size * widest // GROUP * 4,
-                loops.SUMS: size * widest // GROUP * 4,
+                loops.SUMS: size * widest // GROUP * SUMS_LINE // ROWS,
                 loops.WIDE: size * wide * 4,
                 loops.QUERIES: size * heads * 4,
                 loops.ATTENDED: size * stride_of(heads) * 4,

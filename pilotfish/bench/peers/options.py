@@ -67,7 +67,7 @@ class PeersOptions:
                 given.append({"method": "draft_model", "num_speculative_tokens": "auto"})
         named: dict[str, dict[str, Any]] = {}
         for config in given:
-            name = f"{config.get('method', 'draft_model')} {config.get('num_speculative_tokens', 5)}"
+            name = f"{config.get('method', 'draft_model')} {config.get('num_speculative_tokens', 'auto')}"
             if name in named:
                 name += f" {len(named) + 1}"
             named[name] = config
