@@ -10,6 +10,7 @@ them, be that a prompt, the replacement of a rejected tail, or the token it has 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -256,6 +257,7 @@ def load_draft(options: DraftModelOptions, setting: Setting, method: str) -> Cau
     if isinstance(options.model, Loaded):
         loaded = options.model
     elif isinstance(options.model, str | Path):
+        _refuse_head(Path(options.model), method)
         loaded = load(options.model, device=str(setting.device), quantization=options.loading(setting.target))
     else:
         from transformers import PreTrainedModel
@@ -269,3 +271,16 @@ def load_draft(options: DraftModelOptions, setting: Setting, method: str) -> Cau
             "choose a draft of the same family"
         )
     return loaded.model
+
+
+def _refuse_head(folder: Path, method: str) -> None:
+    """Raises DraftError for a folder that holds a trained head: that is no model, and has methods of its own."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # whoever loads it as a model says what is wrong
+    from ..heads.store import kind_of
+
+    kind = kind_of(config) if isinstance(config, dict) else None
+    if kind is not None:
+        raise DraftError(f"{folder} is a trained head, no draft model: use method {kind!r} instead of {method!r}")

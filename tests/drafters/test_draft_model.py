@@ -378,3 +378,10 @@ def test_a_draft_model_is_quantised_as_its_target_unless_told():
 
     assert [loading(target) for target in ("none", "int8", "int4")] == ["none", "int8", "int4"]
     assert loading("int8", quantization="none") == "none" and loading("none", quantization="int4") == "int4"
+
+
+def test_a_trained_head_is_no_draft_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "eagle3"}')
+    config = {"method": "draft_model", "model": str(tmp_path)}
+    with pytest.raises(DraftError, match="is a trained head, no draft model: use method 'eagle3'"):
+        LLM.from_model(tiny_model("llama"), speculative_config=config)
