@@ -101,7 +101,7 @@ def _from_half(e: Emit, address: Any, kind: DotKind) -> Any:
     b = e.builder
     if kind != "plain":
         return b.fpext(e.load(address, VH), VF)
-    # A CPU without such an instruction would call a function that is not there. Bits in place, then the exponent's bias.
+    # A CPU without such an instruction would call a function that is not there. So: bits in place, then the exponent.
     wide = b.zext(e.load(address, V16), VI)
     size = b.shl(b.and_(wide, ir.Constant(VI, [0x7FFF] * LANES)), ir.Constant(VI, [13] * LANES))
     sign = b.shl(b.and_(wide, ir.Constant(VI, [0x8000] * LANES)), ir.Constant(VI, [16] * LANES))
@@ -110,7 +110,7 @@ def _from_half(e: Emit, address: Any, kind: DotKind) -> Any:
 
 
 def _quantise_group(context: Emit, values: Any, out: Any, scale: Any, total: Any) -> None:
-    """GROUP floats to bytes in +-127, their scale, and their sum in both forms. A NaN or an infinity makes the scale one.
+    """GROUP floats to bytes in +-127, their scale, and their sum twice. A NaN or an infinity makes the scale one.
 
     The bytes go to ``out`` in words of 4, a block's line apart.
     """

@@ -11,7 +11,7 @@ from pilotfish.attention.vectors import VI, dot_kinds, instruction
 from pilotfish.errors import ModelError, OptionError
 from pilotfish.models.linear import PackedLinear, pack, unpack
 from pilotfish.models.options import bits_of
-from pilotfish.models.products import GROUP
+from pilotfish.models.products import GROUP, ROWS, tile_product
 
 KINDS = dot_kinds()
 
@@ -65,12 +65,36 @@ def test_packing_of_a_row_of_zeros() -> None:
         assert back.isfinite().all()
 
 
-def test_four_bits_with_a_few_clipped_beat_the_plain_scale() -> None:
-    weight = normal(64, 256)
-    grouped = weight.view(64, -1, GROUP)
-    scales = grouped.abs().amax(2, keepdim=True) / 7
-    plain = ((grouped / scales).round() * scales - grouped).norm()
-    assert float((unpack(pack(weight, 4)).view(grouped.shape) - grouped).norm()) < 0.97 * float(plain)
+def tile(bits: int, rows: int, kind: Any, arrays: list[np.ndarray]) -> np.ndarray:
+    """The first ``rows`` of a block times one tile of two groups."""
+    emit = tile_product(bits, rows, kind)
+
+    @njit
+    def run(w, s, b, r, rs, rt, out):  # type: ignore[no-untyped-def]
+        emit(w, s, b, r, rs, rt, out, 64, 2, 0)
+
+    out = np.zeros((rows, 16), np.float32)
+    run(*(array.ctypes.data for array in (*arrays, out)))
+    return out
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_every_way_to_multiply_gives_the_same_bits(bits: int) -> None:
+    packed = pack(normal(16, 2 * GROUP) * torch.logspace(-7, 3, 16)[:, None], bits, normal(16, seed=1))
+    rng = np.random.default_rng(0)
+    data = rng.integers(-127, 128, (2, GROUP // 4, ROWS, 4)).astype(np.int8)
+    sums = data.sum((1, 3), dtype=np.int32)
+    both = np.stack([-128 * sums, sums.astype(np.float32).view(np.int32)], 1)
+    scales = rng.random((2, ROWS)).astype(np.float32)
+    arrays = [packed.weights, packed.scales, packed.bias, data, scales, both]
+    x = (data.astype(np.float64) * scales[:, None, :, None]).transpose(2, 0, 1, 3).reshape(ROWS, -1)
+    wanted = x @ unpack(packed).double().numpy().T + packed.bias
+    whole = tile(bits, 8, KINDS[0], arrays)
+    assert np.allclose(whole, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max(0))
+    if bits == 4:  # among the scales are some that float16 holds with fewer digits
+        assert (np.abs(packed.scales[packed.scales != 0]) < 6e-5).any()
+    for kind in KINDS:
+        assert np.array_equal(tile(bits, 3, kind, arrays), whole[:3]), kind
 
 
 @pytest.mark.parametrize("bits", [8, 4])
