@@ -41,6 +41,7 @@ class Worker:
             n_threads=settings["threads"],
             n_threads_batch=settings["threads"],
             draft_model=draft,
+            logits_all=draft is not None,  # else it keeps room for 512 rows of them only, and fails beyond
             verbose=False,
         )
         name = self.llama.metadata.get("general.file_type", "?")
