@@ -208,7 +208,8 @@ def test_as_the_inner_drafter_of_a_draft_model(method):
         try:
             found = engine(TARGET, lambda setting, it=speculation: Watched(it.build(setting), NUM_IDS), k=6)
         except DraftError as error:
-            assert "hidden states" in str(error)  # a draft model hands none out
+            if "hidden states" not in str(error):  # a draft model hands none out
+                raise
             pytest.skip(str(error))
         requests = [found.add(prompt, params)[0] for prompt, params in cases]
         drain(found)
