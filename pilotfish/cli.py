@@ -106,13 +106,13 @@ def generate(
     """
     if (prompt is None) == (file is None):
         raise OptionError("give either PROMPT or --file")
-    text = prompt if file is None else file.read()
+    text = prompt if file is None else _read_text(file)
     params = _params(values)
     llm = _llm(model, values)
     ids = text
     if not raw and llm.tokenizer is not None and llm.tokenizer.hf.chat_template:
         ids = llm.chat_prompt([{"role": "user", "content": text}])
-    hint = reference.read() if reference else None
+    hint = _read_text(reference) if reference else None
     if as_json or params.n > 1:
         _print_json(llm, ids, params, hint)
         return
@@ -160,8 +160,13 @@ def inspect(model: str, as_json: bool, prompts: str | None, limit: int | None, *
     """
     from .inspection import inspect as look
 
-    facts = look(model, flags.pick(LoadOptions, values), flags.pick(EngineOptions, values), _drafting(values))
-    quality = _quality(model, flags.pick(LoadOptions, values), prompts, limit)
+    load_options = flags.pick(LoadOptions, values)
+    if prompts is not None:
+        from .bench.prompts import read_prompts
+
+        read_prompts(prompts, limit)  # before a model is loaded, for what is wrong with them
+    facts = look(model, load_options, flags.pick(EngineOptions, values), _drafting(values))
+    quality = _quality(model, load_options, prompts, limit)
     if as_json:
         click.echo(json.dumps(asdict(facts) | {"quality": quality and asdict(quality)}))
         return
@@ -197,6 +202,13 @@ def _quality(model: str, options: LoadOptions, prompts: str | None, limit: int |
     texts = read_prompts(prompts, limit)
     reference = load(model, **asdict(replace(options, quantization="none", dtype="float32")))
     return measure_quality(load(model, **asdict(options)), reference, texts)
+
+
+def _read_text(file: Any) -> str:
+    try:
+        return str(file.read())
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{file.name} is not a text in UTF-8: {error}") from error
 
 
 def _llm(model: str, values: Mapping[str, Any]) -> Any:

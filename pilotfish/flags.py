@@ -62,6 +62,8 @@ def read_json(text: str) -> dict[str, Any]:
             text = Path(source).expanduser().read_text(encoding="utf-8")
         except OSError as error:
             raise OptionError(f"{source} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise OptionError(f"{source} is not a text in UTF-8: {error}") from error
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

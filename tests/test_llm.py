@@ -356,6 +356,7 @@ def test_nan_fails_one_completion_and_the_others_are_returned():
 def test_a_drafter_that_raises_costs_nothing_but_speed(also, caplog):
     one = llm(method="ngram")
     one.engine.drafter = Faulty(foresight(MODEL), also)
+    one.engine.arms = one.engine.drafter.arms
     done = one.generate(["A", "BC"], [GREEDY, SEEDED])
     assert [d.token_ids for d in done] == [expected("A", GREEDY), expected("BC", SEEDED)]
     assert "the drafter failed" in caplog.text

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..decoding.draft import MAX_NODES, Draft
+from ..decoding.draft import EMPTY, MAX_NODES, Draft
 from ..decoding.request import Request
 from ..errors import DraftError
 from . import registry
@@ -32,6 +33,8 @@ from .drawing import Run
 
 if TYPE_CHECKING:
     from ..models.base import CausalLM
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +96,24 @@ class StagedDrafter(DraftModelDrafter):
     def guess(self, runs: Sequence[Run]) -> list[Sequence[int]]:
         wanted = [run for run in runs if run.num_left > 1]
         limits = [min(run.num_left - 1, self.inner_limit) for run in wanted]
-        drafts = self.inner.propose([_shadow(run) for run in wanted], limits) if wanted else []
+        drafts = self._ask_inner(wanted, limits) if wanted else []
         paths = {
             id(run): self._readable(_first_path(draft)[:limit])
             for run, draft, limit in zip(wanted, drafts, limits, strict=True)
         }
         return [paths.get(id(run), ()) for run in runs]
+
+    def _ask_inner(self, wanted: Sequence[Run], limits: Sequence[int]) -> Sequence[Draft]:
+        """What the inner drafter proposes. It may not fail here: tokens were drawn already, and to drop them because of
+        how the text goes on would bias it."""
+        try:
+            drafts = self.inner.propose([_shadow(run) for run in wanted], limits)
+            if len(drafts) == len(wanted):
+                return drafts
+            log.error("the inner drafter gave %d drafts for %d requests; none is used", len(drafts), len(wanted))
+        except Exception:
+            log.exception("the inner drafter failed; the draft model goes on alone")
+        return [EMPTY] * len(wanted)
 
     def _readable(self, guess: Sequence[int]) -> Sequence[int]:
         """Up to the first id that the draft model's table lacks: what it cannot read it cannot choose either."""

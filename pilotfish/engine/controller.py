@@ -160,7 +160,7 @@ class Adaptive:
         self.acceptance = Acceptance()
         self._arms = [_Arm() for _ in range(num_arms)]
         self._own: dict[str, _Own] = {}
-        self._expected_tokens = self._step_seconds = 0.0
+        self._expected_gain = self._step_seconds = 0.0  # of the step that is under way
         self._plain_seconds = self._seconds = 0.0
         self.num_judged = 0
 
@@ -169,7 +169,6 @@ class Adaptive:
     def limits(self, requests: Sequence[Request]) -> list[int]:
         for arm in range(len(self._arms)):
             self._grant(arm, requests)
-        self._expected_tokens, self._step_seconds = float(len(requests)), 0.0
         return [max(self._of(request).granted) for request in requests]
 
     def arm_limits(self, arm: int, requests: Sequence[Request]) -> list[int]:
@@ -233,7 +232,7 @@ class Adaptive:
             if len(draft):
                 self._of(request).drafted = arm
                 gain += sum(self._chances(arm, request, draft))
-        self._expected_tokens += gain
+        self._expected_gain += gain
         num, known = len(requests), self._arms[arm]
         if known.estimates and all(request.num_output for request in requests):
             plain = self.costs.seconds(num)
@@ -273,8 +272,10 @@ class Adaptive:
         if judged:
             num_rows = len(judged) + sum(map(len, drafts))
             self.num_judged += sum(len(step.tokens) for step in judged)
-            self._plain_seconds += self._expected_tokens * self.costs.seconds(len(judged)) / len(judged)
+            expected = len(judged) + self._expected_gain
+            self._plain_seconds += expected * self.costs.seconds(len(judged)) / len(judged)
             self._seconds += self.costs.seconds(num_rows) + self._step_seconds
+        self._expected_gain = self._step_seconds = 0.0
 
     def release(self, request: Request) -> None:
         self._own.pop(request.id, None)

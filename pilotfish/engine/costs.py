@@ -71,7 +71,7 @@ def _read_gain(path: Path) -> tuple[float, int]:
         found = json.loads(path.read_text())
         gain, num_tokens = float(found["gain"]), int(found["tokens"])
         return (gain, num_tokens) if 0 < gain < 100 and num_tokens > 0 else (1.0, 0)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 1.0, 0
 
 
@@ -90,9 +90,9 @@ def _read(path: Path) -> tuple[dict[int, float], int]:
     try:
         found = json.loads(path.read_text())
         points = {int(rows): float(seconds) for rows, seconds in found["seconds"].items()}
-        usable = all(rows > 0 and 0 < seconds < float("inf") for rows, seconds in points.items())
+        usable = all(rows > 0 and 1e-9 < seconds < 1e6 for rows, seconds in points.items())
         return (points, int(found["rounds"])) if points and usable else ({}, 0)
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError, RecursionError):
         return {}, 0
 
 

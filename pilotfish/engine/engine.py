@@ -98,8 +98,9 @@ class Engine:
         )
         if rule == "block" and self.drafter.trees:
             raise OptionError("rejection_sample_method 'block' is for chains, and this method drafts trees")
+        self.arms = tuple(self.drafter.arms)
         self.controller: Controller = (
-            Adaptive(measured(target), num_arms=len(self.drafter.arms))
+            Adaptive(measured(target), num_arms=len(self.arms))
             if num_speculative_tokens == "auto"
             else Fixed(num_speculative_tokens)
         )
@@ -195,7 +196,7 @@ class Engine:
     def _draft(self, plan: Plan) -> list[Draft]:
         """Ask the drafters in turn. Whatever goes wrong there costs speed, never a request, and is logged."""
         drafts: dict[str, Draft] = {}
-        for arm, (drafter, most) in enumerate(self.drafter.arms):
+        for arm, (drafter, most) in enumerate(self.arms):
             waiting = [entry for entry in plan.drafting if entry.request.id not in drafts]
             allowed = self.controller.arm_limits(arm, [entry.request for entry in waiting])
             limits = [min(entry.limit, own, most) for entry, own in zip(waiting, allowed, strict=True)]
@@ -232,6 +233,8 @@ class Engine:
         if not all(type(token) is int and 0 <= token < num_ids for token in draft.tokens):
             raise PilotfishError(f"drafted ids {draft.tokens!r} are not all in the target's table of {num_ids}")
         hash((draft.tokens, draft.parents, draft.kind))  # a TypeError is the drafter's
+        if draft.chances is not None and not all(0 <= chance <= 1 for chance in draft.chances):  # a NaN fails too
+            raise PilotfishError(f"a draft's chances {draft.chances!r} are not all from 0 to 1")
         if draft.probs is not None:
             limit = min(limit, self._num_laws(draft.probs, (len(draft), num_ids)))
         if self.rule == "block" and not draft.is_chain:

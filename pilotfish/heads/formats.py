@@ -142,7 +142,11 @@ def eagle3_head(config: Eagle3Config, tensors: Mapping[str, Tensor], embed: Call
     Raises DraftError, naming it, for a tensor that is missing or has another shape than the config says.
     """
     ids, order = _draft_ids(config.draft_vocab_size, config.vocab_size, tensors.get("d2t"))
-    own = tensors.get("embed_tokens.weight")
+    own = None
+    if (
+        "embed_tokens.weight" in tensors
+    ):  # a table too short would fail for some drawn ids, which is choosing among draws
+        own = _tensor(tensors, "embed_tokens.weight", (config.vocab_size, config.hidden_size))
     if own is not None and _differs(own, embed):
         embed = torch.nn.Embedding(len(own), own.shape[1], _weight=own.float(), _freeze=True)
     head = Eagle3Head(config, embed, ids)

@@ -267,3 +267,31 @@ def test_what_does_not_fit_is_refused():
     wants_states.taps = (1,)
     with pytest.raises(DraftError, match="hands out none"):
         engine(TableModel(8), lambda setting: StagedDrafter(LOOPING, lambda _setting: wants_states, setting))
+
+
+class Failing(Drafter):
+    """Fails, or gives too little, for texts of some lengths: in the middle of a draft of which tokens were drawn."""
+
+    def __init__(self, short: bool):
+        self.short = short
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        if any(len(request.tokens) % 3 == 0 for request in requests):
+            if self.short:
+                return []
+            raise RuntimeError("no idea")
+        return [EMPTY] * len(requests)
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_an_inner_drafter_that_fails_loses_no_drawn_token(short: bool) -> None:
+    """Else a draft would be dropped because of the tokens in it."""
+    target, small = TableModel(8, seed=3), TableModel(8, seed=4)
+
+    def build(setting: Setting) -> Both:
+        return Both(DraftModelDrafter(small, setting), StagedDrafter(small, lambda _inside: Failing(short), setting))
+
+    found = engine(target, build, k=4)
+    found.add([1, 2, 3], SamplingParams(max_tokens=40))
+    drain(found)
+    assert found.num_failed_drafts == 0

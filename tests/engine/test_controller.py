@@ -245,3 +245,14 @@ def test_it_says_what_it_expects() -> None:
     machine = Machine(FLAT, lambda _step: 0.8, per_token=0.05)
     machine.run(200)
     assert machine.controller.predicted_gain == pytest.approx(machine.run(200), rel=0.15)
+
+
+def test_what_it_expects_is_counted_once_a_step_however_often_it_is_asked() -> None:
+    """The scheduler asks for the running requests and again for each that is admitted."""
+    controller, everyone = Adaptive(CostCurve({1: 1.0, 8: 1.0})), several(8)
+    for _ in range(5):
+        controller.limits(everyone[:5])
+        for one in everyone[5:]:
+            controller.limits([one])
+        controller.learn([Step(one, range(1), (0,)) for one in everyone], [EMPTY] * 8)
+    assert controller.predicted_gain == pytest.approx(1.0)

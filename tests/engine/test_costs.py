@@ -35,12 +35,23 @@ def test_a_busy_start_is_put_right_by_the_next_one(tmp_path):
     slow = dict.fromkeys(found["seconds"], 100.0)
     path.write_text(json.dumps({"rounds": 1, "seconds": slow}))
     assert costs.measured(TableModel()).seconds(1) < 1
-    path.write_text(json.dumps({"rounds": 1, "seconds": dict.fromkeys(slow, 1e-09)}))
-    assert costs.measured(TableModel()).seconds(64) == 1e-9
+    path.write_text(json.dumps({"rounds": 1, "seconds": dict.fromkeys(slow, 1e-8)}))
+    assert costs.measured(TableModel()).seconds(64) == 1e-8
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1, 2]", '{"1": 0.5}', '{"rounds": 99, "seconds": {"1": -1}}', '{"rounds": 99, "seconds": {}}']
+    "text",
+    [
+        "",
+        "{",
+        "[1, 2]",
+        '{"rounds": 1e999, "seconds": {"1": 1}}',
+        "[" * 100_000,
+        '{"rounds": 9, "seconds": {"64": 5e-324}}',
+        '{"1": 0.5}',
+        '{"rounds": 99, "seconds": {"1": -1}}',
+        '{"rounds": 99, "seconds": {}}',
+    ],
 )
 def test_a_file_that_is_no_use_is_made_again(tmp_path, text):
     costs.measured(TableModel())

@@ -38,6 +38,9 @@ BAD_DRAFTS = {
     "more than 63 nodes": lambda: chain([1] * 64),
     "no draft at all": lambda: None,
     "words": lambda: chain(["1"]),
+    "a chance that is no number": lambda: chain([1], chances=(math.nan,)),
+    "a chance beyond 1": lambda: chain([1], chances=(1e308,)),
+    "a chance in words": lambda: chain([1], chances=("likely",)),
 }
 
 

@@ -123,6 +123,10 @@ def test_an_embedding_of_its_own_is_kept(tmp_path):
         head = load_head(folder, TARGET)
         assert isinstance(head.embed, torch.nn.Module) == own
     assert "embed_tokens.weight" in load_file(save_head(head, tmp_path / "again", TARGET) / "model.safetensors")
+    for shape in ((40, 32), (65, 32), (0, 32), (64, 16)):  # too short, and some drawn ids would fail
+        save_file(tensors | {"embed_tokens.weight": torch.zeros(shape).half()}, folder / "model.safetensors")
+        with pytest.raises(DraftError, match="embed_tokens.weight is"):
+            load_head(folder, TARGET)
 
 
 def test_draft_ids_in_any_order_are_put_in_theirs(tmp_path):
