@@ -71,7 +71,7 @@ def _read_file(path: Path) -> list[BenchPrompt]:
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                prompts.append(_read_line(line, f"line {number}"))
+                prompts.append(read_line(line, f"line {number}"))
         except PromptError as error:
             raise PromptError(f"{path}, {error}") from error.__cause__
     if not prompts:
@@ -79,7 +79,8 @@ def _read_file(path: Path) -> list[BenchPrompt]:
     return prompts
 
 
-def _read_line(line: bytes, where: str) -> BenchPrompt:
+def read_line(line: bytes, where: str) -> BenchPrompt:
+    """One line of such a file. Raises PromptError, naming ``where``, for a broken one."""
     try:
         entry = json.loads(line)
     except ValueError as error:  # broken JSON, or bytes that are not UTF-8

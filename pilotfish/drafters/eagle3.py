@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..attention import sdpa
 from ..decoding.draft import EMPTY, MAX_NODES, Draft
 from ..decoding.request import Request, Step
-from ..errors import DraftError, OptionError
+from ..errors import OptionError
 from ..lazily import torch
 from ..models.options import QUANTIZATIONS
 from ..paged.batch import Feed, lay_out
@@ -139,18 +139,13 @@ class Eagle3Drafter(Drafter):
     @classmethod
     def build(cls, options: Any, setting: Setting) -> Eagle3Drafter:
         from ..heads.eagle3 import Eagle3Head
-        from ..heads.layers import packed
+        from ..heads.layers import placed
         from ..heads.store import load_for
 
         head = load_for(options.model, setting.model, setting.tokenizer, "eagle3")
         assert isinstance(head, Eagle3Head)
-        on_cpu = setting.device.type == "cpu"
-        quantization = ("int8" if on_cpu else "none") if options.quantization == "auto" else options.quantization
-        if QUANTIZATIONS[quantization]:
-            if not on_cpu:
-                raise DraftError(f"quantization {quantization!r} of a head is for the CPU, not for {setting.device}")
-            packed(head, QUANTIZATIONS[quantization])
-        return cls(head.to(setting.device).requires_grad_(False), setting, options)
+        placed(head, options.quantization, setting.device)
+        return cls(head, setting, options)
 
     def describe(self) -> str:
         return f"{len(self.target_ids)} of the target's {self.num_target_ids} ids, states of layers {self.layers}"

@@ -99,19 +99,13 @@ class MedusaDrafter(Drafter):
 
     @classmethod
     def build(cls, options: Any, setting: Setting) -> MedusaDrafter:
-        from ..heads.layers import packed
+        from ..heads.layers import placed
         from ..heads.medusa import MedusaHeads
         from ..heads.store import load_for
 
         heads = load_for(options.model, setting.model, setting.tokenizer, "medusa")
         assert isinstance(heads, MedusaHeads)
-        on_cpu = setting.device.type == "cpu"
-        quantization = ("int8" if on_cpu else "none") if options.quantization == "auto" else options.quantization
-        if QUANTIZATIONS[quantization]:
-            if not on_cpu:
-                raise DraftError(f"quantization {quantization!r} of heads is for the CPU, not for {setting.device}")
-            packed(heads, QUANTIZATIONS[quantization])
-        heads = heads.to(setting.device).requires_grad_(False)
+        placed(heads, options.quantization, setting.device)
         return cls(heads, setting.model.ends(), setting, options.paths)
 
     def describe(self) -> str:

@@ -12,7 +12,7 @@ passing a draft over in favour of the next arm.
     value           (B + sum of s) / (t_draft + t_target(B + rows)),  the rows taken in order of s
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -140,11 +140,13 @@ class _Arm:
 
 @dataclass(slots=True)
 class _Own:
-    """What is known of one request. granted: per arm, nodes allowed in this step. idle: per arm, steps without."""
+    """What is known of one request. Per arm: granted: nodes allowed in this step; idle: steps without any. dropped: by
+    arm and kind, drafts that were cut to nothing since one was kept."""
 
     granted: list[int]
     idle: list[int]
     rates: Rates = field(default_factory=dict)
+    dropped: dict[Hashable, int] = field(default_factory=dict)
     drafted: int = 0  # the arm whose draft is being judged
 
 
@@ -210,37 +212,36 @@ class Adaptive:
         known.estimates = known.estimates or any(draft.chances is not None for draft in drafts)
         cuttable = [i for i, draft in enumerate(drafts) if len(draft) and _was_chosen(draft)]
         fixed_rows = sum(len(draft) for i, draft in enumerate(drafts) if i not in cuttable)
-        chances = [self._chances(arm, requests[i], drafts[i]) for i in cuttable]
-        lengths = self._choose(chances, CostCurve(), fixed_rows + len(drafts) - len(cuttable))
+        chances = [
+            self.acceptance.expected(self._of(request).rates, arm, draft)
+            for request, draft in zip(requests, drafts, strict=True)
+        ]
+        lengths = self._choose([chances[i] for i in cuttable], CostCurve(), fixed_rows + len(drafts) - len(cuttable))
         result = list(drafts)
-        for i, own_chances, length in zip(cuttable, chances, lengths, strict=True):
-            own = self._of(requests[i])
-            if length == 0 and own.idle[arm] >= _PROBE_EVERY:
-                length, own.idle[arm] = 1, 0
-            elif length == 0:
-                own.idle[arm] += 1
-            elif self._value(len(requests), sum(own_chances[:length]), length) < self._best_later(arm, requests[i]):
+        for i, length in zip(cuttable, lengths, strict=True):
+            own, kind = self._of(requests[i]), (arm, drafts[i].kind)
+            dropped = own.dropped.get(kind, 0)
+            if length == 0 and dropped >= _PROBE_EVERY:
+                length = 1
+            elif self._value(len(requests), sum(chances[i][:length]), length) < self._best_later(arm, requests[i]):
                 length = 0
+            own.dropped[kind] = 0 if length else dropped + 1
             result[i] = drafts[i].first(length)
-        self._account(arm, requests, result)
+        self._account(arm, requests, result, [sum(c[: len(d)]) for c, d in zip(chances, result, strict=True)])
         return result
 
-    def _account(self, arm: int, requests: Sequence[Request], drafts: Sequence[Draft]) -> None:
+    def _account(self, arm: int, requests: Sequence[Request], drafts: Sequence[Draft], gains: Sequence[float]) -> None:
         """What the step shall bring, and whether the arm was worth asking."""
-        gain = 0.0
         for request, draft in zip(requests, drafts, strict=True):
             if len(draft):
                 self._of(request).drafted = arm
-                gain += sum(self._chances(arm, request, draft))
+        gain = sum(gains)
         self._expected_gain += gain
         num, known = len(requests), self._arms[arm]
         if known.estimates and all(request.num_output for request in requests):
             plain = self.costs.seconds(num)
             longer = self.costs.seconds(num + sum(map(len, drafts))) - plain
             known.worth_at(num).note(gain * plain / num - longer, known.seconds)
-
-    def _chances(self, arm: int, request: Request, draft: Draft) -> list[float]:
-        return self.acceptance.expected(self._of(request).rates, arm, draft)
 
     def _value(self, num_requests: int, gain: float, num_nodes: int, drafting: float = 0.0) -> float:
         """Tokens per second if all requests drafted like this."""

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import DraftError
 from ..models.linear import PackedLinear
+from ..models.options import QUANTIZATIONS
 
 
 class RMSNorm(nn.Module):
@@ -35,6 +37,20 @@ class PackedProduct(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.product(x_TD)
+
+
+def placed(head: nn.Module, quantization: str, device: torch.device) -> None:
+    """Bring a head to where it drafts, its linear layers packed. quantization: auto is int8 on a CPU, else none.
+
+    Raises DraftError for bytes on another device than a CPU.
+    """
+    on_cpu = device.type == "cpu"
+    chosen = ("int8" if on_cpu else "none") if quantization == "auto" else quantization
+    if QUANTIZATIONS[chosen]:
+        if not on_cpu:
+            raise DraftError(f"quantization {chosen!r} of a head is for the CPU, not for {device}")
+        packed(head, QUANTIZATIONS[chosen])
+    head.to(device).requires_grad_(False)
 
 
 def packed(module: nn.Module, bits: int) -> None:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ..errors import ModelError
 from ..version import VERSION
@@ -152,13 +153,20 @@ def _arrays(model: Any, origin: Origin) -> Iterator[tuple[str, Array]]:
         kind = name.rsplit(".", 1)[-1]
         if kind in _MATRICES:
             bits = 8 if kind in _KEPT_AT_8_BITS else origin.bits
-            bias = fused(biases[f"{name}.bias"]) if f"{name}.bias" in biases else None
+            bias = _finite(f"{name}.bias", fused(biases[f"{name}.bias"]), model) if f"{name}.bias" in biases else None
             packed = pack(fused(parts), bits, bias, f"{name} of {type(model).__name__}")
             yield f"{name}.weights", packed.weights
             yield f"{name}.scales", packed.scales
             yield f"{name}.bias", packed.bias
         elif kind != "bias":
-            yield name, fused(parts).float().cpu().numpy()
+            yield name, _finite(name, fused(parts), model).float().cpu().numpy()
+
+
+def _finite(name: str, vector: Tensor, model: Any) -> Tensor:
+    """The vector itself. Raises ModelError, naming it, for a NaN or an infinity, as `pack` does for matrices."""
+    if not bool(vector.isfinite().all()):
+        raise ModelError(f"{name} of {type(model).__name__} cannot be quantised: it holds a NaN or an infinity")
+    return vector
 
 
 def _drop_others(prefix: str, keep: pathlib.Path) -> None:

@@ -349,7 +349,8 @@ def _draw_seconds(ground: Ground) -> float:
 
 def _describe_target(info: ModelInfo) -> str:
     exact = ", bitwise: a row does not depend on the shape of a pass" if info.bitwise else ""
-    return f"{info.name} ({str(info.dtype).removeprefix('torch.')}{exact})"
+    weights = str(info.dtype).removeprefix("torch.") if info.quantization == "none" else info.quantization
+    return f"{info.name} ({weights}{exact})"
 
 
 def _describe(speculation: registry.Speculation, draft: CausalLM | None) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..bench.prompts import BenchPrompt, _read_line  # one format of files for both
+from ..bench.prompts import BenchPrompt, read_line  # one format of files for both
 from ..decoding.request import Request
 from ..decoding.sampling import SamplingParams
 from ..drafters.none import NoDrafter
@@ -150,7 +150,7 @@ def read_given(path: str, done: Collected, say: Say) -> list[BenchPrompt]:
         if not line.strip():
             continue
         try:
-            given.append(_read_line(line, f"line {number}"))
+            given.append(read_line(line, f"line {number}"))
         except PromptError as error:
             done.skipped_lines.append(number)
             say(f"{path}, {error}; skipped")

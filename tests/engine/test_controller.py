@@ -113,6 +113,18 @@ def test_kinds_are_told_apart() -> None:
     assert sum(bad) / len(bad) < 0.5
 
 
+def test_a_kind_that_was_worthless_is_tried_again() -> None:
+    """Although another kind is drafted all the while."""
+    odd = {0: 0.9, 1: 0.0}
+    machine = Machine(FLAT, lambda _s: 0.0, kind=lambda step: step % 2, by_kind=odd)  # type: ignore[arg-type]
+    machine.run(200)
+    odd[1] = 0.9
+    machine.run(1500)
+    machine.run(100)
+    later = machine.lengths[1::2]
+    assert sum(later) / len(later) > 5
+
+
 def test_drawn_drafts_are_never_cut() -> None:
     import torch
 

@@ -119,6 +119,16 @@ def test_broken_weights_are_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("vector", "name"), [("input_layernorm.weight", "1.norm_1"), ("self_attn.q_proj.bias", "1.qkv.bias")]
+)
+def test_broken_vectors_are_named(vector: str, name: str) -> None:
+    model = tiny_model("qwen2", **SHAPE)
+    dict(model.model.layers[1].named_parameters())[vector].data[3] = float("inf")
+    with pytest.raises(ModelError, match=f"{name} of Qwen2ForCausalLM cannot be quantised: it holds a NaN"):
+        quantise(model, 8)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"quantization": "int5"}, "none, int8, int4, not 'int5'"),

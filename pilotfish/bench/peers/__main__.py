@@ -40,7 +40,7 @@ def main(**values: object) -> None:
     except PilotfishError as error:
         click.echo(f"pilotfish: {error}", err=True)
         sys.exit(2 if isinstance(error, UserError) else 1)
-    sys.exit(130 if outcome.interrupted else 0)
+    sys.exit(130 if outcome.interrupted else 0 if rows else 1)
 
 
 if __name__ == "__main__":

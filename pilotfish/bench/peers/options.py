@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...drafters import registry
 from ...errors import OptionError
 from ...flags import read_json
 
@@ -61,6 +62,8 @@ class PeersOptions:
         """{what a variant of pilotfish is called: its speculative config}, without plain decoding."""
         if self.speculative_config:
             given = [read_json(text) for text in self.speculative_config]
+            for config in given:
+                registry.parse(config)  # raises for what is misspelt, before engines are prepared
         else:
             given = [{"method": "suffix", "num_speculative_tokens": "auto"}]
             if self.draft_model is not None:

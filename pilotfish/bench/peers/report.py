@@ -5,6 +5,8 @@ the same engine and weights alone, for other arithmetic may say other words.
 
     tokens_per_second   of one run: the tokens after the first burst over the time they took; a row has the median
     first_token_seconds the median
+    over_plain          of a category: tokens per second over those of the same engine's plain decoding; of all: the
+                        mean over the categories
     same_text           share of prompts whose text is that engine's own plain text, the end token apart
     peak_bytes          the most resident in the process while it decoded; load_peak_bytes: while it loaded
 """
@@ -12,10 +14,10 @@ the same engine and weights alone, for other arithmetic may say other words.
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from rich import box
@@ -49,6 +51,7 @@ class PeerRow:
     load_peak_bytes: int | None = None
     version: str = ""
     precision: str = ""
+    over_plain: float | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -69,7 +72,21 @@ def rows_of(runs: Sequence[Run], loads: Sequence[Load], stop_ids: Sequence[int] 
         for category in (ALL, *dict.fromkeys(run.category for run in own)):
             some = [run for run in own if category in (ALL, run.category)]
             rows.append(_row(key, category, some, texts, about.get(key)))
-    return rows
+    return _over_plain(rows)
+
+
+def _over_plain(rows: Sequence[PeerRow]) -> list[PeerRow]:
+    plain = {(r.engine, r.weights, r.category): r.tokens_per_second for r in rows if r.variant == PLAIN}
+    ratios: dict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        slow = plain.get((row.engine, row.weights, row.category))
+        if row.category != ALL and row.variant != PLAIN and row.tokens_per_second and slow:
+            ratios[row.key][row.category] = row.tokens_per_second / slow
+    means = {key: fmean(own.values()) for key, own in ratios.items()}
+    return [
+        replace(row, over_plain=means.get(row.key) if row.category == ALL else ratios[row.key].get(row.category))
+        for row in rows
+    ]
 
 
 def _row(
@@ -148,14 +165,23 @@ def _table(task: Task, rows: Sequence[PeerRow], categories: Sequence[str]) -> Ta
     table = Table(
         title=f"{task.model.name}{draft}; {cpu_model()}, {task.options.num_threads} threads",
         caption=f"{len(task.ids)} prompts, {task.options.max_tokens} tokens each, greedy, batch 1. Tokens per second "
-        "after the first, medians over prompts. Same text: as the same engine's plain decoding.",
+        "after the first, medians over prompts. Over plain: the mean over the categories. Same text: as the same "
+        "engine's plain decoding.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         header_style="bold",
     )
     for name in ("engine", "weights", "decoding"):
         table.add_column(name, no_wrap=True)
-    for name in (ALL, *(categories if len(categories) > 1 else ()), "first token", "memory", "loading", "same text"):
+    for name in (
+        ALL,
+        *(categories if len(categories) > 1 else ()),
+        "over plain",
+        "first token",
+        "memory",
+        "loading",
+        "same text",
+    ):
         table.add_column(name.replace("_", " "), justify="right")
     by_key: dict[tuple[str, str, str], dict[str, PeerRow]] = {}
     for row in rows:
@@ -165,12 +191,13 @@ def _table(task: Task, rows: Sequence[PeerRow], categories: Sequence[str]) -> Ta
         cells = [_number(own[name].tokens_per_second) if name in own else "-" for name in (ALL, *categories)]
         if len(categories) == 1:
             cells = cells[:1]
+        over = "" if last.over_plain is None else f"{last.over_plain:.2f}"
         first = "-" if last.first_token_seconds is None else f"{1e3 * last.first_token_seconds:.0f} ms"
         loading = "-" if last.load_peak_bytes is None else f"{last.load_peak_bytes / 1e9:.1f} GB"
         same = "" if last.same_text is None else f"{last.same_text:.0%}"
         shown = f"{weights} ({last.precision})" if weights == "as given" else weights
         table.add_row(
-            engine, shown, variant, *cells, first, f"{last.peak_bytes / 1e9:.1f} GB", loading, same,
+            engine, shown, variant, *cells, over, first, f"{last.peak_bytes / 1e9:.1f} GB", loading, same,
             style="bold" if engine == "pilotfish" else None,
         )  # fmt: skip
     return table

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,10 @@ def test_rates_and_medians() -> None:
     assert first.same_text is None
     assert last.same_text == 1.0  # the end token is no difference
     assert rows_of(runs, [], ())[2].same_text == 0.0
+    assert (first.over_plain, last.over_plain) == (None, pytest.approx(4.0 / 2.0))
+    other = [replace(run, category="b") for run in (made_up("plain", 3, 1.0), made_up("fast", 3, 1.0))]
+    overall = [row for row in rows_of([*runs, *other], []) if row.variant == "fast" and row.category == "all"]
+    assert overall[0].over_plain == pytest.approx((2.0 + 1.0) / 2)  # a mean over categories, however many prompts
     short = Run(0, "a", "e", "w", "plain", ((0.5, 1),), (1,), 1)
     assert short.rate is None
     assert rows_of([short], [])[0].tokens_per_second is None
@@ -309,6 +314,7 @@ def test_facts_of_a_model_folder(tmp_path: Path) -> None:
         ({"out": "runs.jsonl"}, "must not end in .jsonl"),
         ({"out": "no/such/folder/peers.json"}, "there is no folder"),
         ({"speculative_config": ("{",)}, "is not JSON"),
+        ({"speculative_config": ('{"method": "ngrm"}',)}, "did you mean 'ngram'"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
