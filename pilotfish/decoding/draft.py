@@ -88,6 +88,16 @@ def chain(
     return Draft(tuple(tokens), _chain_parents(len(tokens)), probs, kind, chances)
 
 
+def accepted_nodes(draft: Draft, tokens: Sequence[int]) -> set[int]:
+    """The nodes on the accepted path, read off the tokens that were accepted."""
+    nodes: set[int] = set()
+    children, node = draft.children(), -1
+    for token in tokens:
+        node = next(child for child in children[node] if draft.tokens[child] == token)
+        nodes.add(node)
+    return nodes
+
+
 @lru_cache(maxsize=4096)
 def ancestors(parents: tuple[int, ...]) -> tuple[int, ...]:
     """Per node a 64-bit set of the nodes it may see: its ancestors and itself (bit i is node i)."""

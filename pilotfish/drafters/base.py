@@ -59,6 +59,7 @@ class Drafter(ABC):
 
     Options: ClassVar[type[Any]] = NoOptions
     trees: bool = False  # whether drafts may branch
+    cost_grows: bool = False  # whether longer drafts take longer; asked where drafts carry chances: most are look-ups
     taps: Sequence[int] = ()  # target layers whose hidden states `observe` wants
 
     @classmethod

@@ -8,7 +8,8 @@ requests of a batch together, chains and trees alike.
     its cache   [ rows of the text, from the target's states | scratch: its own guesses ]
                                                     length ─^
 
-Greedy requests get a tree (see `growing`), those that draw a chain with its laws, whose ids are the target's.
+Greedy requests get a tree of the likeliest paths, those that draw a tree that is drawn, with its laws over the target's
+ids (see `growing`), in a shape that follows from how often guesses were right so far (see `shapes`).
 
 Rows whose states were never seen (the target found them in its cache) are shared like the target's, if the head read
 the same text before. If not they stay a gap: the head then sees less of the text, and its guesses are a little worse.
@@ -19,25 +20,32 @@ joins the next token, is not.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..attention import sdpa
 from ..decoding.draft import EMPTY, MAX_NODES, Draft
 from ..decoding.request import Request, Step
+from ..decoding.sampling import warp
 from ..errors import OptionError
 from ..lazily import torch
 from ..models.options import QUANTIZATIONS
 from ..paged.batch import Feed, lay_out
 from .base import Drafter, Setting
 from .drawing import Run, extend
-from .growing import Growth, confidence
+from .growing import Drawing, Growth, confidence
+from .shapes import RankPath, Ranks, rates_of
 from .states import kept_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..heads.eagle3 import Eagle3Head
+
+# How often drawn guesses of each rank are right, at the first, second, ... depth, before anything was seen of them.
+_BY_RANK = (1.0, 0.25, 0.12, 0.07, 0.05, 0.035, 0.025, 0.02)
+_BY_DEPTH = (0.6, 0.55, 0.5, 0.5)
+_LEVEL = 0.05  # what a pass of the head costs in passes of the target, roughly: it says how deep is too deep
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,8 @@ class Eagle3Options:
         default="probabilistic", metadata={"help": "draw drafts from q, or take its likeliest tokens"}
     )
     tree_width: int = field(
-        default=8, metadata={"help": "eagle3: guesses looked at side by side where a draft may branch; 1: chains only"}
+        default=8,
+        metadata={"help": "eagle3: guesses looked at side by side, or drawn after one text; 1: chains only"},
     )
     tree_depth: int = field(default=8, metadata={"help": "eagle3: longest path of a draft that branches"})
 
@@ -75,7 +84,7 @@ class _Text:
 
     request: whose text it is. names: what each row is known by, for rows to be shared. skew: places that were passed
     over, so that row i is place i + skew from there on. waiting: fused states [n, hidden] of the places behind the
-    rows. output: what came out of the last row, once all are read.
+    rows. output: what came out of the last row, once all are read. drawn: the tree that is being judged.
     """
 
     request: Request
@@ -83,6 +92,7 @@ class _Text:
     skew: int = 0
     waiting: list[Tensor] = field(default_factory=list)
     output: Tensor | None = None
+    drawn: Draft = EMPTY
 
     @property
     def num_waiting(self) -> int:
@@ -95,26 +105,32 @@ class _Work:
 
     request: Request
     run: Run
-    growth: Growth | None = None
+    tree: Growth | Drawing | None = None
     hidden: Tensor | None = None
     kind: tuple[str, int] = ("", 0)
 
     @property
     def active(self) -> bool:
-        return bool(self.growth.frontier) if self.growth else not self.run.done
+        return bool(self.tree.frontier) if self.tree else not self.run.done
+
+    @property
+    def num_scratch(self) -> int:
+        """Rows of its own guesses, at most."""
+        return self.tree.num_scratch if self.tree else self.run.limit - 1
 
     def feed(self, past: int) -> Feed:
-        if self.growth is None:
+        if self.tree is None:
             return Feed(self.request.id, self.run.tokens[-1:], past + len(self.run.tokens) - 1, 0)
-        growth = self.growth
-        tokens = [growth.tokens[node] for node in growth.frontier]
-        return Feed(self.request.id, tokens, past, 0, growth.ancestors(), growth.num_skipped)
+        tree = self.tree
+        tokens = [tree.tokens[node] for node in tree.frontier]
+        return Feed(self.request.id, tokens, past, 0, tree.ancestors(), tree.num_skipped)
 
 
 class Eagle3Drafter(Drafter):
     """head: in float32, on the target's device. num_passes: of the head, so far."""
 
     Options = Eagle3Options
+    cost_grows = True
 
     def __init__(self, head: Eagle3Head, setting: Setting, options: Eagle3Options | None = None):
         from ..paged.cache import KVCache, LayerShape
@@ -133,6 +149,7 @@ class Eagle3Drafter(Drafter):
         self.cache = KVCache([shape], num_pages, setting.page_size, device=self.device)
         self.cache.prefix_sharing = setting.cache.prefix_sharing
         self.num_passes = 0
+        self.ranks = Ranks(rates_of(_BY_DEPTH, _BY_RANK[: min(options.tree_width, len(self.target_ids))]))
         self._texts: dict[str, _Text] = {}
         self._num_unshared = 0
 
@@ -153,8 +170,8 @@ class Eagle3Drafter(Drafter):
     # -- what the target computed ----------------------------------------------------------------------------------
 
     def observe(self, steps: Sequence[Step], taps: Mapping[int, Tensor]) -> None:
-        rows: list[int] = []
-        owners: list[tuple[_Text, int]] = []
+        self._tally(steps)
+        rows, owners = list[int](), list[tuple[_Text, int]]()
         arrivals = list(kept_rows(steps, self.target_cache))
         if any(past > 0 and request.id not in self._texts for request, past, _ in arrivals):
             self._read_ahead()  # the target may have found what the head was given, but has not read yet
@@ -176,6 +193,15 @@ class Eagle3Drafter(Drafter):
 
     def release(self, request: Request) -> None:
         self._close(request.id)
+
+    def _tally(self, steps: Sequence[Step]) -> None:
+        """Learn from what became of trees that were drawn. Of a run cut short not every node was decided."""
+        for step in steps:
+            text = self._texts.get(step.request.id)
+            if text is not None and step.tokens:
+                draft, text.drawn = text.drawn, EMPTY
+                if 0 < len(draft) == step.num_drafted and not step.finish:
+                    self.ranks.note_tree(draft, step.tokens[: step.num_accepted])
 
     def _text(self, request: Request, past: int, stop: int) -> _Text:
         """What is known of the text whose places past..stop-1 are coming; what was known is given up if they do not
@@ -225,17 +251,23 @@ class Eagle3Drafter(Drafter):
         if text is None or self._end(request) != len(request.tokens) - 1:
             return None
         probabilistic = self.options.draft_sample_method == "probabilistic"
-        run, growth = Run(request, limit, probabilistic), None
-        num_scratch = limit - 1
-        if self.trees and not request.params.processed and (request.params.greedy or not probabilistic):
-            growth = Growth(limit, self.options.tree_width, min(self.options.tree_depth, limit), request.stop_ids)
-            num_scratch = min(MAX_NODES, (growth.depth - 1) * growth.width)
-        num_rows = text.num_waiting + num_scratch
+        work = _Work(request, Run(request, limit, probabilistic))
+        if self.trees and not request.params.processed:
+            if work.run.drawn:
+                work.tree = Drawing(request, self._shape(limit), self.target_ids)
+            elif request.params.greedy or not probabilistic:
+                depth = min(self.options.tree_depth, limit)
+                work.tree = Growth(limit, self.options.tree_width, depth, request.stop_ids)
+        num_rows = text.num_waiting + work.num_scratch
         if not self.cache.reserve(request.id, num_rows):
             self._close_idle(wanted)
             if not self.cache.reserve(request.id, num_rows):
                 return None
-        return _Work(request, run, growth)
+        return work
+
+    def _shape(self, limit: int) -> list[RankPath]:
+        shapes = self.ranks.shapes
+        return shapes.tree(*shapes.size([limit], self.options.tree_depth, _LEVEL, lambda _nodes: 1.0))
 
     def _read(self, requests: Sequence[Request]) -> None:
         """Feed what is waiting, at most max_rows a pass, and keep it; the last row's output is where drafts begin."""
@@ -308,34 +340,37 @@ class Eagle3Drafter(Drafter):
         logits_TV = self.head.logits(hidden_TD)
         first: list[int] = []  # of each chain, its row
         chains: list[Run] = []
-        trees: list[tuple[_Work, int, int]] = []
+        grown: list[tuple[_Work, int, int]] = []
         start = 0
         for work, count in zip(works, counts, strict=True):
-            if work.growth is None:
+            stop = start + count
+            if work.tree is None:
                 first.append(start)
                 chains.append(work.run)
-                work.hidden = hidden_TD[start : start + 1]
+                work.hidden = hidden_TD[start:stop]
+            elif isinstance(work.tree, Drawing):
+                work.tree.add(warp(logits_TV[start:stop], work.request.params).unbind())
+                work.hidden = hidden_TD[start:stop][work.tree.sources]
             else:
-                trees.append((work, start, start + count))
-            start += count
+                grown.append((work, start, stop))
+            start = stop
         if chains:
             extend(chains, [()] * len(chains), self._over_target_ids(logits_TV[first]))
-        if trees:
-            self._grow(trees, logits_TV, hidden_TD)
+        if grown:
+            self._grow(grown, logits_TV, hidden_TD)
 
-    def _grow(self, trees: Sequence[tuple[_Work, int, int]], logits_TV: Tensor, hidden_TD: Tensor) -> None:
+    def _grow(self, works: Sequence[tuple[_Work, int, int]], logits_TV: Tensor, hidden_TD: Tensor) -> None:
         width = min(self.options.tree_width, logits_TV.shape[1])
         best_TK, ids_TK = logits_TV.topk(width, dim=1)
         logprobs = (best_TK - logits_TV.logsumexp(1, keepdim=True)).tolist()
         tokens = self.target_ids[ids_TK].tolist()
-        for work, start, stop in trees:
-            growth = work.growth
-            assert growth is not None
-            if not growth.tokens:
+        for work, start, stop in works:
+            tree = work.tree
+            assert isinstance(tree, Growth)
+            if not tree.tokens:
                 work.kind = ("tree", confidence(logprobs[start][0]))
-            row_of = {node: row for row, node in enumerate(growth.frontier or [-1], start)}
-            growth.add(tokens[start:stop], logprobs[start:stop])
-            work.hidden = hidden_TD[[row_of[growth.parents[node]] for node in growth.frontier]]
+            tree.add(tokens[start:stop], logprobs[start:stop])
+            work.hidden = hidden_TD[start:stop][tree.sources]
 
     def _over_target_ids(self, logits_NV: Tensor) -> Tensor:
         """The same law over the target's ids: what the head cannot say is impossible."""
@@ -345,10 +380,13 @@ class Eagle3Drafter(Drafter):
         return full_NV.index_copy_(1, self.target_ids, logits_NV)
 
     def _draft(self, work: _Work) -> Draft:
-        if work.growth is not None:
-            return work.growth.draft(work.kind)
-        draft = work.run.draft(self.num_target_ids, self.device)
-        return Draft(draft.tokens, draft.parents, draft.probs, ("chain", 0))
+        if isinstance(work.tree, Growth):
+            return work.tree.draft(work.kind)
+        if isinstance(work.tree, Drawing):
+            draft = work.tree.draft(self.num_target_ids, ("drawn", 0))
+            self._texts[work.request.id].drawn = Draft(draft.tokens, draft.parents)
+            return draft
+        return replace(work.run.draft(self.num_target_ids, self.device), kind=("chain", 0))
 
     # -- room --------------------------------------------------------------------------------------------------------
 

@@ -1,35 +1,72 @@
-"""Growing a tree of guesses: what to look at next, and which nodes to hand out (EAGLE-2, Li et al. 2024, 2406.16858).
+"""Growing a tree of guesses: what to look at next, and which nodes to hand out.
 
-It does not know models. The one trick: a node's value is the log-probability of its path, which never rises on the way
-down; so the best n nodes are a tree, and a node that is not among the best n now has no descendant that will be. Only
-the others are looked at, which finds the same tree in fewer rows.
+It does not know models. Two kinds, which take what a model says behind their frontier, level by level:
+
+`Growth` chooses (EAGLE-2, Li et al. 2024, 2406.16858). The one trick: a node's value is the log-probability of its
+path, which never rises on the way down; so the best n nodes are a tree, and a node that is not among the best n now has
+no descendant that will be. Only the others are looked at, which finds the same tree in fewer rows.
+
+`Drawing` draws, siblings without replacement, into a shape that was settled before (see `shapes`). All that is drawn is
+handed out: which nodes have children, and how many, is a matter of the shape, of the laws, and of what was drawn above.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
 
-from ..decoding.draft import MAX_NODES, Draft
+from ..decoding.draft import EMPTY, MAX_NODES, Draft
+from ..decoding.noise import SeededNoise
+from ..decoding.request import Request
+from ..lazily import torch
+from .shapes import RankPath
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class Growth:
-    """One tree in the making.
+class Tree:
+    """One tree in the making. Nodes are numbered in the order they were found. Those that were looked at have a second
+    number, in that order."""
 
-    limit: nodes wanted. width: most nodes looked at in one pass. depth: longest path. barren: tokens that end a text.
-
-    Nodes are numbered in the order they were found. Those that were looked at have a second number, in that order.
-    """
-
-    def __init__(self, limit: int, width: int, depth: int, barren: Set[int] = frozenset()):
-        self.limit, self.width, self.depth, self.barren = limit, width, depth, barren
+    def __init__(self) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        self.values: list[float] = []
         self.frontier: list[int] = []  # nodes to look at next
+        self.sources: list[int] = []  # the parent of each, as a row of what was looked at before
         self.seen: dict[int, int] = {}  # node -> its number among those looked at
         self._ancestors: dict[int, int] = {}  # a seen node's ancestors and itself, as bits of those numbers
         self._level = 0
+
+    @property
+    def num_skipped(self) -> int:
+        """How many nodes were looked at before the frontier."""
+        return len(self.seen) - len(self.frontier)
+
+    def ancestors(self) -> tuple[int, ...]:
+        """Of each node in the frontier, as `pilotfish.paged.batch.Feed` wants them."""
+        return tuple(self._ancestors[node] for node in self.frontier)
+
+    def _look_at(self, nodes: list[int]) -> None:
+        row_of = {node: row for row, node in enumerate(self.frontier or [-1])}
+        self._level += 1
+        self.frontier, self.sources = nodes, [row_of[self.parents[node]] for node in nodes]
+        for node in nodes:
+            number, parent = len(self.seen), self.parents[node]
+            self._ancestors[node] = (self._ancestors[parent] if parent >= 0 else 0) | 1 << number
+            self.seen[node] = number
+
+
+class Growth(Tree):
+    """A tree that is chosen. limit: nodes wanted. width: most nodes looked at in one pass. depth: longest path.
+    barren: tokens that end a text."""
+
+    def __init__(self, limit: int, width: int, depth: int, barren: Set[int] = frozenset()):
+        super().__init__()
+        self.limit, self.width, self.depth, self.barren = limit, width, depth, barren
+        self.values: list[float] = []
 
     def add(self, tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> None:
         """What may follow: a line per node of the frontier, or one line for the pending token at first."""
@@ -42,28 +79,24 @@ class Growth:
                 self.parents.append(parent)
                 # Rounding may put a logarithm above 0, and a broken law gives a NaN: never better than its parent.
                 self.values.append(before + min(value, 0.0) if value == value else -math.inf)
-        self._level += 1
-        self.frontier = self._fertile(found)
-        for node in self.frontier:
-            number, parent = len(self.seen), self.parents[node]
-            self._ancestors[node] = (self._ancestors[parent] if parent >= 0 else 0) | 1 << number
-            self.seen[node] = number
+        self._look_at(self._fertile(found))
 
     @property
-    def num_skipped(self) -> int:
-        """How many nodes were looked at before the frontier."""
-        return len(self.seen) - len(self.frontier)
-
-    def ancestors(self) -> tuple[int, ...]:
-        """Of each node in the frontier, as `pilotfish.paged.batch.Feed` wants them."""
-        return tuple(self._ancestors[node] for node in self.frontier)
+    def num_scratch(self) -> int:
+        """Most nodes that will have been looked at."""
+        return min(MAX_NODES, (self.depth - 1) * self.width)
 
     def draft(self, kind: object = None) -> Draft:
-        """The best nodes, the best first."""
+        """The best nodes, the best first, and the probabilities of their paths."""
         nodes = self._best()
+        if not nodes:
+            return EMPTY
         places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
         return Draft(
-            tuple(self.tokens[node] for node in nodes), tuple(places[self.parents[node]] for node in nodes), kind=kind
+            tuple(self.tokens[node] for node in nodes),
+            tuple(places[self.parents[node]] for node in nodes),
+            kind=kind,
+            chances=tuple(math.exp(self.values[node]) for node in nodes),
         )
 
     def _best(self) -> list[int]:
@@ -72,11 +105,73 @@ class Growth:
 
     def _fertile(self, found: Sequence[int]) -> list[int]:
         """Of the nodes just found, those that a wanted node may follow, the best first."""
-        if self._level >= self.depth:
+        if self._level + 1 >= self.depth:
             return []
         best, new = self._best()[: self.limit - 1], set(found)
         fertile = [node for node in best if node in new and self.tokens[node] not in self.barren]
         return fertile[: min(self.width, MAX_NODES - len(self.seen))]
+
+
+class Drawing(Tree):
+    """A tree that is drawn. shape: parents and earlier siblings first. ids_M: the token of each entry of a law."""
+
+    def __init__(self, request: Request, shape: Sequence[RankPath], ids_M: Tensor):
+        super().__init__()
+        self.request, self.ids_M = request, ids_M
+        self.laws: list[Tensor] = []
+        self.paths: dict[int, RankPath] = {-1: ()}
+        self._place = {path: place for place, path in enumerate(shape)}
+        self._num_children = Counter(path[:-1] for path in shape)
+        # Positions count from the settled text: a drafter's drafter meets the coins that decide what it guesses.
+        self._noise = SeededNoise(request.seed, request.num_settled)
+        self._coins = {
+            path: sum(len(other) == len(path) for other in shape[:place]) for path, place in self._place.items()
+        }
+
+    @property
+    def num_scratch(self) -> int:
+        """Most nodes that will have been looked at."""
+        return sum(path != () for path in self._num_children)
+
+    def add(self, laws: Sequence[Tensor]) -> None:
+        """What may follow: a law [M] per node of the frontier, or one for the pending token at first. Behind a broken
+        one (NaN) nothing follows, and what was drawn before stays: to drop it for that would be a bias."""
+        found: list[int] = []
+        for parent, q_M in zip(self.frontier or [-1], laws, strict=True):
+            if not bool(q_M.sum().isnan()):
+                found += self._draw(parent, q_M)
+        fertile = [node for node in found if self._num_children[self.paths[node]]]
+        self._look_at([node for node in fertile if self.tokens[node] not in self.request.stop_ids])
+
+    def _draw(self, parent: int, q_M: Tensor) -> list[int]:
+        """Children of a node, as many as it shall have, or as there are tokens with a chance."""
+        nodes: list[int] = []
+        for rank in range(self._num_children[self.paths[parent]]):
+            path, depth = (*self.paths[parent], rank), self.request.num_guessed + self._level
+            drawn = self._noise.draw(depth, q_M, self._coins[path])
+            nodes.append(len(self.tokens))
+            self.paths[nodes[-1]] = path
+            self.tokens.append(int(self.ids_M[drawn]))
+            self.parents.append(parent)
+            self.laws.append(q_M)
+            q_M = q_M.clone()
+            q_M[drawn] = 0
+            if not float(total := q_M.sum()) > 0:
+                break
+            q_M /= total
+        return nodes
+
+    def draft(self, num_ids: int, kind: object = None) -> Draft:
+        """In the order of the shape. num_ids: of the target, over whose ids the laws are given."""
+        if not self.tokens:
+            return EMPTY
+        nodes = sorted(range(len(self.tokens)), key=lambda node: self._place[self.paths[node]])
+        places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
+        q_NV = q_NM = torch.stack([self.laws[node] for node in nodes])
+        if q_NM.shape[1] < num_ids:
+            q_NV = q_NM.new_zeros(len(nodes), num_ids).index_copy_(1, self.ids_M, q_NM)
+        tokens = [self.tokens[node] for node in nodes]
+        return Draft(tuple(tokens), tuple(places[self.parents[node]] for node in nodes), q_NV, kind)
 
 
 def confidence(logprob: float) -> int:

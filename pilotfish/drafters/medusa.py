@@ -3,15 +3,16 @@
 It does not know the target's layers; the last one's output comes to it after every pass. No head sees what another
 guessed, so one pass of small matrices is the whole of drafting. The one trick: what is lost by that is won back by
 branching. A tree of ranks says which guesses are worth combining (the second-best of head 1 behind the best of head 0,
-...), and of its nodes those with the likeliest paths are handed out.
+...), and of its nodes those with the likeliest paths are handed out. Unless a tree is given, it is the best one by how
+often guesses of each rank were right so far, at temperature 0 and above it.
 
 Every guess is judged exactly, as any other: Medusa's "typical acceptance", which changes the text, does not exist here.
 """
 
 from __future__ import annotations
 
-import heapq
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from ..lazily import torch
 from ..models.options import QUANTIZATIONS
 from .base import Drafter, Setting
 from .growing import confidence
+from .shapes import RankPath, Ranks, Shapes, rates_of
 from .states import kept_rows
 
 if TYPE_CHECKING:
@@ -33,9 +35,9 @@ if TYPE_CHECKING:
     from ..models.base import Ends
 
 # How often the guess of each rank was right, as a share of the first one's, and how the first one's falls from head to
-# head: what the trees that come with Medusa's own weights imply, roughly. It only ranks nodes.
+# head: what the trees that come with Medusa's own weights imply, roughly.
 _BY_RANK = (1.0, 0.27, 0.13, 0.09, 0.065, 0.05, 0.04, 0.033, 0.028, 0.024)
-_BY_HEAD = (0.6, 0.45, 0.35, 0.28, 0.23)
+_BY_HEAD = (0.55, 0.44, 0.35, 0.28, 0.23)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class MedusaOptions:
 
 
 class MedusaDrafter(Drafter):
-    """heads: in float32, on the target's device. ends: the target's. paths: the tree; the default one if None."""
+    """heads: in float32, on the target's device. ends: the target's. paths: the tree; if None, by what is learned."""
 
     Options = MedusaOptions
 
@@ -87,14 +89,14 @@ class MedusaDrafter(Drafter):
         self.trees = setting.trees
         self.target_ids = heads.target_ids().to(self.device)
         num_heads, num_ids = heads.config.num_heads, heads.config.draft_vocab_size
-        if paths is None:
-            paths = default_tree(num_heads)
-        elif max(map(len, paths)) > num_heads:
+        if paths is not None and max(map(len, paths)) > num_heads:
             raise DraftError(f"the tree has paths of {max(map(len, paths))} guesses, and there are {num_heads} heads")
         if not self.trees:
             paths = [(0,) * (depth + 1) for depth in range(num_heads)]
-        self.paths = [path for path in paths if max(path) < num_ids]
-        self.num_ranks = 1 + max(max(path) for path in self.paths)
+        self.paths = None if paths is None else [path for path in paths if max(path) < num_ids]
+        self.num_ranks = min(num_ids, len(_BY_RANK)) if self.paths is None else 1 + max(map(max, self.paths))
+        self.ranks = {greedy: Ranks(_rates(num_heads, self.num_ranks)) for greedy in (True, False)}
+        self._guesses: dict[str, list[list[int]]] = {}  # what is being judged: a line per head, the likeliest first
         self._states: dict[str, tuple[int, Tensor]] = {}  # the last state that was seen, and its place
 
     @classmethod
@@ -109,9 +111,17 @@ class MedusaDrafter(Drafter):
         return cls(heads, setting.model.ends(), setting, options.paths)
 
     def describe(self) -> str:
-        return f"{self.heads.config.num_heads} heads, a tree of {len(self.paths)} nodes"
+        size = MAX_NODES if self.paths is None else len(self.paths)
+        return f"{self.heads.config.num_heads} heads, a tree of {size} nodes"
+
+    def tree(self, greedy: bool) -> Sequence[RankPath]:
+        """The nodes that drafts are taken from, for requests at temperature 0 or above it."""
+        if self.paths is not None:
+            return self.paths
+        return self.ranks[greedy].shapes.tree(MAX_NODES, self.heads.config.num_heads)
 
     def observe(self, steps: Sequence[Step], taps: Mapping[int, Tensor]) -> None:
+        self._tally(steps)
         last = [
             (request, past + len(kept) - 1, kept[-1]) for request, past, kept in kept_rows(steps, self.target_cache)
         ]
@@ -135,41 +145,57 @@ class MedusaDrafter(Drafter):
             logprobs = (best_KRN - logits_KRV.logsumexp(2, keepdim=True)).transpose(0, 1).tolist()
             tokens = self.target_ids[ids_KRN].transpose(0, 1).tolist()
         for i, own_tokens, own_logprobs in zip(ready, tokens, logprobs, strict=True):
-            drafts[i] = self._likeliest(own_tokens, own_logprobs, limits[i])
+            if self.paths is None:
+                self._guesses[requests[i].id] = own_tokens
+            drafts[i] = _likeliest(self.tree(requests[i].params.greedy), own_tokens, own_logprobs, limits[i])
         return drafts
 
     def release(self, request: Request) -> None:
         self._states.pop(request.id, None)
+        self._guesses.pop(request.id, None)
 
-    def _likeliest(self, tokens: list[list[int]], logprobs: list[list[float]], limit: int) -> Draft:
-        """Of the tree's nodes those with the likeliest paths, the likeliest first. Arguments: a line per head."""
+    def _tally(self, steps: Sequence[Step]) -> None:
+        """Learn from what came, whoever drafted: every token is what the target says, so all ranks are judged by it."""
+        for step in steps:
+            guesses = self._guesses.pop(step.request.id, None) if step.tokens else None
+            if guesses is None:
+                continue
+            ranks = self.ranks[step.request.params.greedy]
+            for head, (line, token) in enumerate(zip(guesses, step.tokens, strict=False)):
+                ranks.note(head, line.index(token) if token in line else None, len(line))
+                if token not in line:
+                    break
+            ranks.count()
+
+
+def _likeliest(
+    paths: Sequence[RankPath], tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]], limit: int
+) -> Draft:
+    """Of a tree's nodes those with the likeliest paths, the likeliest first. Tokens and logarithms: a line per head."""
+    values: dict[RankPath, float] = {(): 0.0}
+    for path in paths:
         # Rounding may put a logarithm above 0, and a node before the one it follows.
-        values = [sum(min(logprobs[head][rank], 0.0) for head, rank in enumerate(path)) for path in self.paths]
-        if any(value != value for value in values):  # a NaN
-            return EMPTY
-        order = sorted(range(len(values)), key=lambda node: -values[node])[:limit]  # stable: parents come first
-        places = {self.paths[node]: place for place, node in enumerate(order)} | {(): -1}
-        chosen = [self.paths[node] for node in order]
-        return Draft(
-            tuple(tokens[len(path) - 1][path[-1]] for path in chosen),
-            tuple(places[path[:-1]] for path in chosen),
-            kind=("medusa", confidence(logprobs[0][0])),
-        )
+        values[path] = values[path[:-1]] + min(logprobs[len(path) - 1][path[-1]], 0.0)
+    if any(value != value for value in values.values()):  # a NaN
+        return EMPTY
+    chosen = sorted(paths, key=lambda path: -values[path])[:limit]  # stable: parents come first
+    places = {path: place for place, path in enumerate(chosen)} | {(): -1}
+    return Draft(
+        tuple(tokens[len(path) - 1][path[-1]] for path in chosen),
+        tuple(places[path[:-1]] for path in chosen),
+        kind=("medusa", confidence(logprobs[0][0])),
+        chances=tuple(math.exp(values[path]) for path in chosen),
+    )
 
 
-def default_tree(num_heads: int, num_nodes: int = MAX_NODES) -> list[tuple[int, ...]]:
-    """The best paths of ranks by how often guesses of each rank are right, the best first."""
-    shares = [[_BY_HEAD[min(head, len(_BY_HEAD) - 1)] * share for share in _BY_RANK] for head in range(num_heads)]
-    waiting: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(shares[0])]
-    heapq.heapify(waiting)
-    paths: list[tuple[int, ...]] = []
-    while waiting and len(paths) < num_nodes:
-        value, path = heapq.heappop(waiting)
-        paths.append(path)
-        if len(path) < num_heads:
-            for rank, share in enumerate(shares[len(path)]):
-                heapq.heappush(waiting, (value * share, (*path, rank)))
-    return paths
+def default_tree(num_heads: int, num_nodes: int = MAX_NODES) -> list[RankPath]:
+    """The best paths of ranks before anything was seen of the heads, the best first."""
+    return Shapes(_rates(num_heads, len(_BY_RANK))).tree(num_nodes, num_heads)
+
+
+def _rates(num_heads: int, num_ranks: int) -> list[list[float]]:
+    by_head = [_BY_HEAD[min(head, len(_BY_HEAD) - 1)] for head in range(num_heads)]
+    return rates_of(by_head, _BY_RANK[:num_ranks])
 
 
 def _checked(given: Any, source: str) -> list[tuple[int, ...]]:

@@ -21,7 +21,7 @@ from .base import Drafter, Setting
 if TYPE_CHECKING:
     from ..decoding.verify import Rule
 
-_NOT_METHODS = {"base", "drawing", "growing", "registry", "states"}
+_NOT_METHODS = {"base", "drawing", "growing", "registry", "shapes", "states"}
 
 # What other libraries call the same thing: (our key, and the method it implies).
 ALIASES = {

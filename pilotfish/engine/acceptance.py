@@ -24,7 +24,7 @@ class _Rate:
     hits: float = 0.0
     tries: float = 0.0
 
-    def observe(self, hit: bool, memory: float) -> None:
+    def observe(self, hit: float, memory: float) -> None:
         self.hits = self.hits * memory + hit
         self.tries = self.tries * memory + 1
 
@@ -64,16 +64,26 @@ class Acceptance:
         return result
 
     def observe(self, own: Rates, arm: int, draft: Draft, accepted: Set[int]) -> None:
+        if draft.chances is None:
+            self._count(own, (arm, draft.kind), [float(node in accepted) for node in range(len(draft))])
+            return
         for rates in (self.rates, own):
-            if draft.chances is not None:
-                for node, chance in enumerate(draft.chances):
-                    rates.setdefault(_class(arm, chance), _Rate()).observe(node in accepted, _ESTIMATED_MEMORY)
-                continue
+            for node, chance in enumerate(draft.chances):
+                rates.setdefault(_class(arm, chance), _Rate()).observe(node in accepted, _ESTIMATED_MEMORY)
+
+    def promise(self, own: Rates, arm: int, chances: Sequence[float]) -> None:
+        """What a draft with estimates is expected to bring, by index: what `typical` says of such drafts, whose kind is
+        None. Those that are cut, and never judged, count as well; nodes it does not have fall as those before them."""
+        n = len(chances)
+        self._count(own, (arm, None), [*chances, *(chances[-1] ** ((node + 1) / n) for node in range(n, DEEPEST))])
+
+    def _count(self, own: Rates, kind: tuple[int, Hashable], hits: Sequence[float]) -> None:
+        for rates in (self.rates, own):
             for node in range(DEEPEST):
-                if node < len(draft):
-                    rates.setdefault((arm, draft.kind, node), _Rate()).observe(node in accepted, _MEMORY)
-                elif (arm, draft.kind, node) in rates:
-                    rates[arm, draft.kind, node].fade()  # long not tried: what the nodes before it promise counts again
+                if node < len(hits):
+                    rates.setdefault((*kind, node), _Rate()).observe(hits[node], _MEMORY)
+                elif (*kind, node) in rates:
+                    rates[*kind, node].fade()  # long not tried: what the nodes before it promise counts again
 
     def _mean(self, own: Rates, key: Hashable, prior: float, weight: float) -> float:
         common = self.rates.get(key)
@@ -84,13 +94,3 @@ class Acceptance:
 
 def _class(arm: int, chance: float) -> Hashable:
     return arm, "chance", int(10 * chance)
-
-
-def accepted_nodes(draft: Draft, tokens: Sequence[int]) -> set[int]:
-    """The nodes on the accepted path, read off the tokens that were accepted."""
-    nodes: set[int] = set()
-    children, node = draft.children(), -1
-    for token in tokens:
-        node = next(child for child in children[node] if draft.tokens[child] == token)
-        nodes.add(node)
-    return nodes

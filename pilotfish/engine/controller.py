@@ -16,15 +16,18 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..decoding.draft import MAX_NODES, Draft
+from ..decoding.draft import MAX_NODES, Draft, accepted_nodes
 from ..decoding.request import Request, Step
-from .acceptance import DEEPEST, Acceptance, Rates, accepted_nodes
-from .curve import CostCurve
+from .acceptance import DEEPEST, Acceptance, Rates
+from .curve import CostCurve, DraftCosts
 
 _MOST = 24  # nodes of a draft: more seldom pay, and room for them is taken from prompts that are being read
 _PROBE_EVERY = 24  # steps without a draft after which an arm is tried again
 _PROBE_SELDOM = 400  # the same for look-ups that failed again and again
 _PROBE_LENGTH = 4  # steps of a look-up's trial: one alone may find nothing
+_TRIAL_LENGTH = 4  # steps of another drafter's: in the first a model catches up, which the others make worth it
+_TRIAL_SHARE = 0.02  # of all time, for what these trials lose
+_BEHIND = 4  # steps without a call after which a model's next one is spent on catching up
 _ODD = 3.0  # a call's time is believed up to this factor
 _RECENT = 0.05  # weight of a step in what an arm's look-ups bring and cost
 
@@ -122,13 +125,17 @@ class _Worth:
 class _Arm:
     """What is known of one drafter.
 
-    costs: seconds of a call by the length of its longest draft. estimates: whether its drafts carry chances, in which
-    case `cut` decides, and before drafting all there is to ask is whether its calls save more than they take; that
-    depends on how many requests run (``worth``, by the bit length of their number).
+    costs: of a call, by the length of its longest draft. tried: seconds that trials lost. estimates: whether its drafts
+    carry chances, in which case `cut` decides, and before drafting all there is to ask is whether its calls save more
+    than they take; that depends on how many requests run (``worth``, by the bit length of their number). grows: whether
+    longer drafts take longer, chances or not: then the length is chosen before as well, by what drafts promised so far.
+    kinds: of drafts seen, for greedy requests and for others.
     """
 
-    costs: CostCurve = field(default_factory=CostCurve)
-    kinds: set[object] = field(default_factory=set)
+    grows: bool = False
+    costs: DraftCosts = field(default_factory=DraftCosts)
+    tried: float = 0.0
+    kinds: dict[bool, set[Hashable]] = field(default_factory=dict)
     estimates: bool = False
     worth: dict[int, _Worth] = field(default_factory=dict)
     seconds: float = 0.0  # of the call that is being judged
@@ -140,31 +147,38 @@ class _Arm:
 
 @dataclass(slots=True)
 class _Own:
-    """What is known of one request. Per arm: granted: nodes allowed in this step; idle: steps without any. dropped: by
-    arm and kind, drafts that were cut to nothing since one was kept."""
+    """What is known of one request. Per arm: granted: nodes allowed in this step; idle: steps without any; trial: steps
+    that are left of one; asked: number of the step in which the arm was asked last. dropped: by arm and kind, drafts
+    that were cut to nothing since one was kept."""
 
     granted: list[int]
     idle: list[int]
+    trial: list[int]
+    asked: list[int]
     rates: Rates = field(default_factory=dict)
     dropped: dict[Hashable, int] = field(default_factory=dict)
     drafted: int = 0  # the arm whose draft is being judged
 
 
 class Adaptive:
-    """As many nodes as pay, for each request, in each step. costs: of a target pass, measured at the start.
+    """As many nodes as pay, for each request, in each step. costs: of a target pass, measured at the start. growing:
+    per arm, whether longer drafts with chances take longer (`Drafter.cost_grows`).
 
     predicted_gain: over all steps so far, tokens per second over plain decoding's, by its own costs and chances.
     num_judged: tokens that these steps gave.
     """
 
-    def __init__(self, costs: CostCurve, *, num_arms: int = 1, most: int = _MOST):
+    def __init__(
+        self, costs: CostCurve, *, num_arms: int = 1, most: int = _MOST, growing: Sequence[bool] | None = None
+    ):
         self.costs, self.most = costs, most
         self.acceptance = Acceptance()
-        self._arms = [_Arm() for _ in range(num_arms)]
+        self._arms = [_Arm(grows) for grows in growing or [False] * num_arms]
+        assert len(self._arms) == num_arms
         self._own: dict[str, _Own] = {}
         self._expected_gain = self._step_seconds = 0.0  # of the step that is under way
         self._plain_seconds = self._seconds = 0.0
-        self.num_judged = 0
+        self.num_judged = self._num_steps = 0
 
     # -- before drafting -----------------------------------------------------------------------------------------
 
@@ -187,13 +201,14 @@ class Adaptive:
         for request, length in zip(requests, lengths, strict=True):
             own = self._of(request)
             own.idle[arm] = 0 if length else own.idle[arm] + 1
-            if own.idle[arm] > _PROBE_EVERY:
-                length, own.idle[arm] = 1, 0
-            own.granted[arm] = length
+            own.trial[arm] = 0 if length else max(0, own.trial[arm] - 1)
+            if own.idle[arm] > _PROBE_EVERY and known.tried <= _TRIAL_SHARE * self._seconds:
+                own.idle[arm], own.trial[arm] = 0, _TRIAL_LENGTH
+            own.granted[arm] = max(length, int(own.trial[arm] > 0))
 
     def _typical(self, arm: int, request: Request) -> list[float]:
         """Of all kinds seen, the one with the most expected tokens: which kind comes is known only after drafting."""
-        own, kinds = self._of(request).rates, self._arms[arm].kinds or {None}
+        own, kinds = self._of(request).rates, self._arms[arm].kinds.get(request.params.greedy) or {None}
         most = min(self.most, DEEPEST)
         return max((self.acceptance.typical(own, arm, kind, most) for kind in kinds), key=sum)
 
@@ -203,20 +218,27 @@ class Adaptive:
         known = self._arms[arm]
         known.seconds = seconds
         self._step_seconds += seconds
-        if all(request.num_output for request in requests):
-            # Else a draft model reads the prompt, and a look-up indexes it: no measure of drafting.
+        owns = [self._of(request) for request in requests]
+        if all(self._num_steps - own.asked[arm] <= _BEHIND for own in owns):
+            # Else a draft model catches up, or reads the prompt, and a look-up indexes it: no measure of drafting.
             known.costs.observe(max(map(len, drafts)), seconds)
+        for own in owns:
+            own.asked[arm] = self._num_steps
 
     def cut(self, arm: int, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
         known = self._arms[arm]
-        known.estimates = known.estimates or any(draft.chances is not None for draft in drafts)
+        known.estimates = known.estimates or (not known.grows and any(draft.chances is not None for draft in drafts))
         cuttable = [i for i, draft in enumerate(drafts) if len(draft) and _was_chosen(draft)]
         fixed_rows = sum(len(draft) for i, draft in enumerate(drafts) if i not in cuttable)
         chances = [
             self.acceptance.expected(self._of(request).rates, arm, draft)
             for request, draft in zip(requests, drafts, strict=True)
         ]
-        lengths = self._choose([chances[i] for i in cuttable], CostCurve(), fixed_rows + len(drafts) - len(cuttable))
+        for request, draft, own_chances in zip(requests, drafts, chances, strict=True):
+            if known.grows and draft.chances:
+                known.kinds.setdefault(request.params.greedy, set()).add(None)
+                self.acceptance.promise(self._of(request).rates, arm, own_chances)
+        lengths = self._choose([chances[i] for i in cuttable], DraftCosts(), fixed_rows + len(drafts) - len(cuttable))
         result = list(drafts)
         for i, length in zip(cuttable, lengths, strict=True):
             own, kind = self._of(requests[i]), (arm, drafts[i].kind)
@@ -238,10 +260,12 @@ class Adaptive:
         gain = sum(gains)
         self._expected_gain += gain
         num, known = len(requests), self._arms[arm]
+        plain = self.costs.seconds(num)
+        saved = gain * plain / num - (self.costs.seconds(num + sum(map(len, drafts))) - plain)
         if known.estimates and all(request.num_output for request in requests):
-            plain = self.costs.seconds(num)
-            longer = self.costs.seconds(num + sum(map(len, drafts))) - plain
-            known.worth_at(num).note(gain * plain / num - longer, known.seconds)
+            known.worth_at(num).note(saved, known.seconds)
+        if any(self._of(request).trial[arm] for request in requests):
+            known.tried += max(0.0, known.seconds - saved)
 
     def _value(self, num_requests: int, gain: float, num_nodes: int, drafting: float = 0.0) -> float:
         """Tokens per second if all requests drafted like this."""
@@ -266,9 +290,11 @@ class Adaptive:
         for step, draft in zip(steps, drafts, strict=True):
             if len(draft) and step.tokens and not step.finish:  # of a run cut short not every node was decided
                 own = self._of(step.request)
-                self._arms[own.drafted].kinds.add(draft.kind)
+                if draft.chances is None:
+                    self._arms[own.drafted].kinds.setdefault(step.request.params.greedy, set()).add(draft.kind)
                 accepted = accepted_nodes(draft, step.tokens[: step.num_accepted])
                 self.acceptance.observe(own.rates, own.drafted, draft, accepted)
+        self._num_steps += 1
         judged = [step for step in steps if step.tokens]
         if judged:
             num_rows = len(judged) + sum(map(len, drafts))
@@ -288,10 +314,14 @@ class Adaptive:
     # -- small helpers -------------------------------------------------------------------------------------------
 
     def _of(self, request: Request) -> _Own:
-        num_arms = len(self._arms)
-        return self._own.setdefault(request.id, _Own([0] * num_arms, [0] * num_arms))
+        own = self._own.get(request.id)
+        if own is None:
+            num_arms = len(self._arms)
+            own = _Own([0] * num_arms, [0] * num_arms, [0] * num_arms, [-_BEHIND - 1] * num_arms)
+            self._own[request.id] = own
+        return own
 
-    def _choose(self, chances: Sequence[Sequence[float]], drafting: CostCurve, fixed_rows: int = 0) -> list[int]:
+    def _choose(self, chances: Sequence[Sequence[float]], drafting: DraftCosts, fixed_rows: int = 0) -> list[int]:
         """Lengths that maximise (tokens) / (seconds); rows are taken in order of their chances.
 
         The step's own ratio, not the pace of late: how many tokens lie in easy and in hard stretches is the text's

@@ -1,4 +1,4 @@
-"""CostCurve: seconds of a pass by its number of rows (or of a draft by its length). No clock of its own.
+"""Costs: seconds of a pass by its number of rows (`CostCurve`), of a draft by its length (`DraftCosts`). No clock.
 
 It does not know what is timed. The one trick is that noise only ever adds: a pass over more rows was never cheaper than
 one over fewer, so the fastest time seen for *any* larger number bounds a smaller one's, and one bad measurement among
@@ -12,6 +12,7 @@ NUM_ROWS = 64  # entries; beyond them the curve goes on as its last part
 _DRIFT = 0.1  # weight of a new measurement in the factor
 _STEP = 0.02  # in an entry, relative to the factor
 _ODD = 2.0  # a measurement is believed up to this factor
+_MEMORY = 0.95  # of a draft's measurements, per new one
 
 
 class CostCurve:
@@ -79,3 +80,41 @@ def _interpolated(points: Mapping[int, float]) -> list[float]:
         else:
             table[row] = least[left] + (least[right] - least[left]) * (row - left) / (right - left)
     return table
+
+
+class DraftCosts:
+    """A line through a drafter's measured calls, fading: ``base + slope * length``.
+
+    Where all calls had one length, it goes through zero: a drafter that makes a pass per token is the usual one.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._n = self._nn = self._t = self._nt = 0.0
+
+    def seconds(self, length: int) -> float:
+        """Of a call whose longest draft has this length; 0 for none, and while nothing is known."""
+        if length <= 0 or not self._weight:
+            return 0.0
+        base, slope = self._line()
+        return base + slope * length
+
+    def observe(self, length: int, seconds: float) -> None:
+        """Take in a measurement."""
+        if length <= 0 or seconds <= 0:
+            return
+        if self._weight > 1:
+            known = self.seconds(length)
+            seconds = min(max(seconds, known / _ODD), known * _ODD)
+        self._weight = self._weight * _MEMORY + 1.0
+        self._n = self._n * _MEMORY + length
+        self._nn = self._nn * _MEMORY + length**2
+        self._t = self._t * _MEMORY + seconds
+        self._nt = self._nt * _MEMORY + length * seconds
+
+    def _line(self) -> tuple[float, float]:
+        """Least squares, the base drawn to zero as by one measurement; neither is ever negative."""
+        weight = self._weight + 1.0
+        base = (self._t * self._nn - self._n * self._nt) / (weight * self._nn - self._n**2)
+        base = min(max(base, 0.0), self._t / self._weight)
+        slope = (self._nt - base * self._n) / self._nn
+        return (base, slope) if slope > 0 else (self._t / self._weight, 0.0)

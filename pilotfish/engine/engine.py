@@ -100,7 +100,7 @@ class Engine:
             raise OptionError("rejection_sample_method 'block' is for chains, and this method drafts trees")
         self.arms = tuple(self.drafter.arms)
         self.controller: Controller = (
-            Adaptive(measured(target), num_arms=len(self.arms))
+            Adaptive(measured(target), num_arms=len(self.arms), growing=[arm.cost_grows for arm, _ in self.arms])
             if num_speculative_tokens == "auto"
             else Fixed(num_speculative_tokens)
         )

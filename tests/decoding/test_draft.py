@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pilotfish.decoding.draft import EMPTY, MAX_NODES, Draft, ancestors, chain
+from pilotfish.decoding.draft import EMPTY, MAX_NODES, Draft, accepted_nodes, ancestors, chain
 
 # pending ── 0 ── 1 ── 3
 #         └── 2
@@ -85,3 +85,10 @@ def test_a_draft_is_a_value_that_does_not_change():
     with pytest.raises(AttributeError):
         TREE.tokens = ()
     assert chain([1]) != chain([1])  # tensors have no truth: drafts are compared by identity
+
+
+def test_accepted_nodes_are_read_off_the_tokens():
+    tree = Draft((5, 6, 7, 5, 7), (-1, -1, 1, 1, 3))
+    assert accepted_nodes(tree, ()) == set()
+    assert accepted_nodes(tree, (5,)) == {0}
+    assert accepted_nodes(tree, (6, 5, 7)) == {1, 3, 4}

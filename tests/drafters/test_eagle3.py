@@ -1,19 +1,24 @@
 """Drafting with an EAGLE-3 head: with an oracle in the head's place, whatever is misaligned is a rejected guess."""
 
+import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chisquare
 
-from pilotfish.decoding.sampling import SamplingParams
+from pilotfish.decoding.sampling import SamplingParams, warp
 from pilotfish.drafters import registry
 from pilotfish.drafters.eagle3 import Eagle3Drafter, Eagle3Options
 from pilotfish.drafters.first_of import FirstOfDrafter
 from pilotfish.drafters.ngram import NgramDrafter, NgramOptions
 from pilotfish.errors import DraftError, OptionError
 from tests.adversaries import untrained_head
-from tests.fakes import TableModel, drain, engine, oracle
+from tests.decoding.enumeration import outcome, seeded_noise_on
+from tests.fakes import TableModel, drain, engine, joint_law, oracle
 from tests.heads.oracle import OracleHead
 
 NUM_IDS = 8
@@ -69,7 +74,159 @@ def test_seeded_requests_share_the_target_s_coins():
 def test_drawn_from_the_target_s_own_law_everything_is_accepted():
     """q = p: a draw that carries another law than its own would be rejected now and then."""
     cases = [(PROMPT[:n], SamplingParams(max_tokens=20, top_p=0.9)) for n in range(3, 11)]
-    assert all_accepted(run(drafting(), cases))
+    assert all_accepted(run(drafting(options=CHAINS), cases))
+
+
+def watching(found: Any) -> list[tuple[Any, Any]]:
+    """(text, draft) of everything that is drafted from here on."""
+    seen: list[tuple[Any, Any]] = []
+    ask = found.drafter.propose
+
+    def propose(requests: Any, limits: Any) -> Any:
+        drafts = ask(requests, limits)
+        seen.extend((list(r.tokens), draft) for r, draft in zip(requests, drafts, strict=True) if len(draft))
+        return drafts
+
+    found.drafter.propose = propose
+    return seen
+
+
+@pytest.mark.parametrize("draft_ids", [None, [1, 2, 4, 5, 7]])
+def test_trees_are_drawn_each_node_from_the_head_s_law_without_its_siblings(draft_ids):
+    """Of a head that says what the target says, warped as the request is."""
+    params = SamplingParams(max_tokens=14, temperature=0.8, top_k=6)
+    found = drafting(OracleHead(TARGET, draft_ids=draft_ids), k=9)
+    seen = watching(found)
+    run(found, [(PROMPT[: 2 + n], params) for n in range(8)])
+    trees = [(text, draft) for text, draft in seen if not draft.is_chain]
+    assert len(trees) > 20 and max(len(draft) for _, draft in trees) == 9
+    for text, draft in trees:
+        paths = draft.paths()
+        for node, path in enumerate(paths):
+            logits_V = TARGET.logits_of([*text, *path[:-1]])
+            if draft_ids:
+                logits_V = torch.full_like(logits_V, -torch.inf).index_copy_(
+                    0, torch.tensor(draft_ids), logits_V[draft_ids]
+                )
+            law_V = warp(logits_V[None], params)[0]
+            law_V[[draft.tokens[i] for i in range(node) if draft.parents[i] == draft.parents[node]]] = 0
+            torch.testing.assert_close(draft.probs[node].double(), law_V / law_V.sum(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+def test_of_the_target_s_own_law_first_children_are_always_accepted(max_num_seqs):
+    found = drafting(k=12, max_num_seqs=max_num_seqs, enable_prefix_caching=False)
+    seen = watching(found)
+    requests = run(found, [(PROMPT[:n], SamplingParams(max_tokens=20, top_p=0.9)) for n in range(3, 11)])
+    depths: list[int] = []
+    for _, draft in seen:
+        node, depth = -1, 0
+        while (child := next((c for c in range(len(draft)) if draft.parents[c] == node), -1)) >= 0:
+            node, depth = child, depth + 1
+        depths.append(depth)
+    assert sorted(depths) == sorted(n for r in requests for n in r.stats.per_step_accepted)
+    assert max(depths) > 2
+
+
+def test_trees_are_drawn_for_unseeded_requests_alone():
+    """Under ``coupled`` tokens are chosen, by the race; laws with penalties belong to chains."""
+    found = drafting(k=9)
+    seen = watching(found)
+    run(found, [(PROMPT, SamplingParams(max_tokens=12, seed=1)), (PROMPT, SamplingParams(max_tokens=12, min_tokens=3))])
+    assert seen and all(draft.is_chain for _, draft in seen)
+    run(found, [(PROMPT, SamplingParams(max_tokens=12))])
+    assert any(not draft.is_chain and draft.probs is not None for _, draft in seen)
+
+
+def test_where_first_guesses_are_right_trees_grow_deep_and_where_they_are_not_broad():
+    """The shape follows what was kept. An oracle's first guess never fails; a stranger's mostly does."""
+    depths = []
+    for seed in (None, 77):
+        head = OracleHead(TARGET if seed is None else TableModel(NUM_IDS, order=2, num_phases=5, seed=seed))
+        found = drafting(head, k=10, max_num_seqs=8)
+        seen = watching(found)
+        run(found, [(PROMPT[: 2 + n % 8], SamplingParams(max_tokens=24)) for n in range(24)])
+        (shape,) = {tuple(draft.parents) for _, draft in seen[:1]}
+        last = max((draft for _, draft in seen[-30:]), key=len)
+        assert last.parents != shape, "it has moved"
+        depths.append(max(map(len, last.paths())))
+    assert depths[0] > depths[1] + 1
+
+
+# The law: exactly, over all branches of chance, through the engine; and by the numbers, in batches.
+
+SMALL = TableModel(3, order=2, seed=4, sharpness=1.0)
+SIMILAR = TableModel(3, order=2, seed=4, sharpness=1.0)
+SIMILAR.table = SIMILAR.table + 5 * SIMILAR.noise
+
+
+def lying(found: Any, claim: Any) -> None:
+    """Change what the drafter says its laws were."""
+    ask = found.drafter.propose
+    found.drafter.propose = lambda requests, limits: [
+        draft if draft.probs is None else dataclasses.replace(draft, probs=claim(draft))
+        for draft in ask(requests, limits)
+    ]
+
+
+def parent_s(draft: Any) -> torch.Tensor:
+    """The law of the first sibling for all of them."""
+    first = [draft.parents.index(parent) for parent in draft.parents]
+    return draft.probs[first]
+
+
+def exact_deviation(claim: Any = None) -> float:
+    def once(branch: Any) -> tuple[Any, int]:
+        with seeded_noise_on(branch):
+            options = Eagle3Options(tree_depth=1)
+            found = engine(SMALL, lambda setting: Eagle3Drafter(OracleHead(SIMILAR), setting, options), k=4)
+            if claim:
+                lying(found, claim)
+            (request,) = found.add([1, 2], SamplingParams(max_tokens=4))
+            while found.has_work:
+                found.step()
+            assert found.num_failed_drafts == 0 and request.stats.per_step_drafted[0] == 2, "siblings"
+        return tuple(request.output[:3]), 0
+
+    return outcome(once, lambda path: SMALL.law([1, 2, *path]), 3).deviation
+
+
+def test_the_text_follows_the_target_s_law_exactly():
+    """Up to the rounding of laws in float32. Its first token comes without a draft; the next two are compared."""
+    assert exact_deviation() < 1e-6
+
+
+def test_laws_with_siblings_left_in_are_found_out():
+    assert exact_deviation(parent_s) > 1e-3
+
+
+def p_value(max_num_seqs: int, claim: Any = None, num_runs: int = 500) -> float:
+    """Of the hypothesis that the second and third token follow the target's joint law."""
+    found = engine(
+        SMALL,
+        lambda setting: Eagle3Drafter(OracleHead(SIMILAR), setting, Eagle3Options(tree_depth=2)),
+        k=5,
+        entropy=itertools.count().__next__,
+        max_num_seqs=max_num_seqs,
+    )
+    if claim:
+        lying(found, claim)
+    requests = [found.add([1, 2], SamplingParams(max_tokens=7))[0] for _ in range(num_runs)]
+    while found.has_work:
+        found.step()
+    assert found.num_failed_drafts == 0
+    counts = Counter(tuple(request.output[:3]) for request in requests)
+    law = joint_law(SMALL, [1, 2], 3)
+    return float(chisquare([counts[text] for text in law], [num_runs * p for p in law.values()]).pvalue)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+def test_so_it_does_in_batches(max_num_seqs):
+    assert p_value(max_num_seqs) > 1e-3
+
+
+def test_in_batches_too_a_lie_is_found_out():
+    assert p_value(8, parent_s) < 1e-6
 
 
 @pytest.mark.parametrize("rows", [7, 24])

@@ -1,6 +1,7 @@
 """Drafting with Medusa's heads: what they are about, which nodes are handed out, and odd trees."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ def test_the_likeliest_nodes_of_the_tree_are_handed_out():
         laws = head(state_D.float()[None])[:, 0].log_softmax(1)
     ranked = laws.argsort(dim=1, descending=True).tolist()
     values = {}
-    for path in drafter.paths:
+    for path in drafter.tree(greedy=True):
         tokens = tuple(ranked[depth][rank] for depth, rank in enumerate(path))
         values[tokens] = sum(float(laws[depth, token]) for depth, token in enumerate(tokens))
     best = sorted(values, key=lambda tokens: -values[tokens])
@@ -133,6 +134,57 @@ def test_the_default_tree_is_the_best_by_its_own_shares():
     assert all(path[:-1] in tree[:place] for place, path in enumerate(tree) if len(path) > 1)
     assert max(map(len, tree)) == 4 and max(map(max, tree)) >= 5
     assert len(default_tree(1)) == 10
+
+
+def test_chances_are_the_probabilities_of_paths_and_never_rise():
+    found = drafting(untrained_head("medusa", 2, NUM_IDS, 2), k=40)
+    (request,) = found.add(PROMPT, greedy())
+    found.step()
+    (draft,) = found.drafter.propose([request], [40])
+    assert all(
+        parent < 0 or draft.chances[parent] >= own for parent, own in zip(draft.parents, draft.chances, strict=True)
+    )
+    assert list(draft.chances) == sorted(draft.chances, reverse=True)
+    _, state_D = found.drafter._states[request.id]
+    with torch.no_grad():
+        laws = found.drafter.heads(state_D.float()[None])[:, 0].softmax(1)
+    for path, chance in zip(draft.paths(), draft.chances, strict=True):
+        assert chance == pytest.approx(math.prod(float(laws[i, token]) for i, token in enumerate(path)), rel=1e-4)
+
+
+class Second(OracleHeads):
+    """As the oracle, but for one id that it likes better still: its second guess is the right one."""
+
+    def __call__(self, states_TD: torch.Tensor) -> torch.Tensor:
+        logits = super().__call__(states_TD)
+        right = logits.argmax(2, keepdim=True)
+        return logits.scatter(2, (right + 1) % NUM_IDS, 9.5)
+
+
+def test_ranks_that_are_right_get_more_of_the_tree():
+    heads = Second([])
+    found = drafting(heads, k=12)
+    drafter = found.drafter
+    before = list(drafter.tree(greedy=True))
+    for n in range(7):
+        heads.texts = [text_of([n, *PROMPT], 60)]
+        found.add([n, *PROMPT], greedy(60))
+        drain(found)
+    assert found.num_failed_drafts == 0
+    for level in drafter.ranks[True].rates()[:2]:
+        assert level[0] < 0.2 and level[1] > 0.8
+    assert not any(map(any, drafter.ranks[False].tries)), "nobody drew"
+    tree = list(drafter.tree(greedy=True))
+    assert (1, 1, 1, 1) in tree[:12] and (1, 1, 1, 1) not in before[:12]
+
+
+def test_a_given_tree_stays():
+    found = drafting(Second([text_of(PROMPT)]), paths=[(0,), (1,), (1, 1)])
+    found.add(PROMPT, greedy())
+    drain(found)
+    for _ in range(64):
+        found.drafter.ranks[True].count()
+    assert list(found.drafter.tree(greedy=True)) == [(0,), (1,), (1, 1)]
 
 
 def test_chains_where_drafts_may_not_branch():

@@ -20,6 +20,7 @@ def test_every_file_is_a_method():
         "drawing",
         "growing",
         "registry",
+        "shapes",
         "states",
     }
     assert set(registry.methods()) == files

@@ -1,6 +1,7 @@
 """The controller on simulated machines: it finds the K that pays, and where none does it drafts nothing for a while."""
 
 import random
+import statistics
 from collections.abc import Callable, Hashable
 
 import pytest
@@ -31,12 +32,14 @@ class Machine:
         alpha: Callable[[int], float],
         *,
         per_token: float = 0.0,
+        per_unread: float = 0.0,
         kind: Callable[[int], Hashable] = lambda _step: None,
         by_kind: dict[Hashable, float] | None = None,
     ):
         self.truth = CostCurve(dict(points))
         self.controller = Adaptive(CostCurve(dict(points)))
         self.alpha, self.per_token, self.kind, self.by_kind = alpha, per_token, kind, by_kind or {}
+        self.per_unread, self.unread = per_unread, 200
         self.random = random.Random(0)
         self.seconds, self.tokens, self.num_steps = 0.0, 0, 0
         self.lengths: list[int] = []
@@ -48,9 +51,12 @@ class Machine:
         asked = [(r, d) for r, d in zip(requests, proposed, strict=True) if len(d)]
         drafting = self.per_token * max(limits)
         if asked:
+            drafting, self.unread = drafting + self.per_unread * self.unread, 0
+        cut: dict[str, Draft] = {}
+        if asked:
             self.controller.drafted(0, [r for r, _ in asked], [d for _, d in asked], drafting)
-        cut = dict(zip([r.id for r, _ in asked], self.controller.cut(0, [r for r, _ in asked], [d for _, d in asked]),
-                       strict=True))  # fmt: skip
+            kept = self.controller.cut(0, [r for r, _ in asked], [d for _, d in asked])
+            cut = {r.id: draft for (r, _), draft in zip(asked, kept, strict=True)}
         drafts = [cut.get(r.id, EMPTY) for r in requests]
         rows = sum(len(draft) + 1 for draft in drafts)
         spent = self.truth.seconds(rows)
@@ -66,6 +72,7 @@ class Machine:
         self.seconds += spent + drafting
         self.tokens += sum(len(step.tokens) for step in steps)
         self.num_steps += 1
+        self.unread += len(steps[0].tokens)
         self.lengths.append(len(drafts[0]))
 
     def run(self, num_steps: int, requests: list[Request] | None = None) -> float:
@@ -98,9 +105,28 @@ def test_where_nothing_pays_it_drafts_nothing_and_loses_next_to_nothing() -> Non
 def test_nothing_is_not_for_good() -> None:
     machine = Machine(FLAT, lambda step: 0.0 if step < 300 else 0.9)
     machine.run(300)
-    assert machine.lengths[-100:].count(0) > 90
+    assert machine.lengths[-100:].count(0) > 80  # the rest are trials
     machine.run(300)
     assert machine.run(100) > 2.5
+
+
+def test_a_model_that_fell_behind_is_not_taken_for_a_slow_one() -> None:
+    """A draft model that was not asked must read what it missed; that is no measure of what a draft costs."""
+    points = {1: 44.0, 2: 44.0, 3: 45.0, 4: 49.0, 6: 55.0, 8: 61.0, 16: 114.0}
+    machine = Machine(points, lambda step: 0.8 if step > 100 else 0.05, per_token=14.0, per_unread=1.5)
+    gains = []
+    for name in range(16):
+        machine.unread = 150  # a prompt
+        gains.append(machine.run(90, [request(str(name))]))
+    best = max(walltime_factor(0.8, k, 14.0 / 44, machine.truth.seconds(k + 1) / 44) for k in range(1, 8))
+    assert statistics.mean(gains[-8:]) > 0.88 * best > 1.2
+
+
+def test_trials_of_a_dear_drafter_are_rare() -> None:
+    """Each makes its model read what it missed."""
+    machine = Machine(FLAT, lambda _step: 0.1, per_token=0.5, per_unread=0.2)
+    machine.run(100)
+    assert machine.run(2000) > 0.97
 
 
 def test_kinds_are_told_apart() -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pilotfish.engine.curve import CostCurve
+from pilotfish.engine.curve import CostCurve, DraftCosts
 
 
 def test_costs_never_fall_and_go_on_beyond_the_last_point() -> None:
@@ -53,3 +53,32 @@ def test_nothing_known() -> None:
     assert costs.seconds(3) == 0.0
     costs.observe(4, 1.0)
     assert 0 < costs.seconds(2) < costs.seconds(4) == 1.0
+
+
+def test_drafts_of_one_length_make_a_line_through_zero() -> None:
+    costs = DraftCosts()
+    assert costs.seconds(4) == 0.0
+    for _ in range(5):
+        costs.observe(4, 2.0)
+    assert costs.seconds(2) == pytest.approx(1.0)
+    assert costs.seconds(0) == 0.0
+
+
+@pytest.mark.parametrize(("base", "slope"), [(0.0, 1.0), (2.0, 0.5), (3.0, 0.0)])
+def test_drafts_of_several_lengths_tell_base_and_slope(base: float, slope: float) -> None:
+    costs, source = DraftCosts(), random.Random(0)
+    for _ in range(200):
+        length = source.choice([1, 2, 4, 7])
+        costs.observe(length, (base + slope * length) * source.uniform(0.95, 1.05))
+    for length in (1, 3, 8):
+        assert costs.seconds(length) == pytest.approx(base + slope * length, rel=0.15)
+
+
+def test_costs_of_drafts_never_fall_with_length_and_one_odd_call_does_little() -> None:
+    costs = DraftCosts()
+    for length, seconds in ((1, 3.0), (4, 2.0), (8, 1.0)):
+        costs.observe(length, seconds)
+    assert 0 < costs.seconds(1) <= costs.seconds(8)
+    before = costs.seconds(4)
+    costs.observe(4, 1000.0)
+    assert costs.seconds(4) < 1.5 * before
