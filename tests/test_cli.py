@@ -243,6 +243,17 @@ def test_bench_ends_with_a_json_document(model: str, tmp_path: Path) -> None:
     assert all(row["identical"] for row in rows)
 
 
+def test_tune_layer_skip_searches_layers_and_takes_none(model: str, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "best.json"
+    prompts.write_text(json.dumps({"prompt": [1, 2, 3, 4]}) + "\n")
+    common = ["-m", model, "--prompts", str(prompts), "--max-tokens", "4", "--repeats", "1", "--out", str(out)]
+    done = run("tune", "layer_skip", *common, "--num-speculative-tokens", "2")
+    assert done.exit_code == 0 and "predicted" in done.output
+    assert json.loads((tmp_path / "best.layers.json").read_text())["method"] == "layer_skip"
+    refused = run("tune", "layer_skip", *common, "--skip-layers", "1")
+    assert refused.exit_code == 2 and "searches the layers" in refused.output
+
+
 def test_bench_refuses_an_option_that_no_method_has(model: str) -> None:
     result = run("bench", "-m", model, "--method", "ngram", "--draft-model", model)
     assert result.exit_code == 2

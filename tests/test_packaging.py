@@ -29,7 +29,7 @@ def wanted() -> list[Requirement]:
 
 
 def closure() -> set[str]:
-    """All packages that installing `.[dev,plot]` brings here, by the metadata of what is installed."""
+    """All packages that installing `.[dev,plot,serve]` brings here, by the metadata of what is installed."""
     found, waiting = set(), [canonicalize_name(requirement.name) for requirement in wanted()]
     while waiting:
         name = waiting.pop()

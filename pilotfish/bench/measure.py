@@ -202,7 +202,7 @@ def _warm_up(work: _Work, llm: LLM, clock: Clock) -> None:
 
 def _run(work: _Work, llm: LLM, clock: Clock, variant: Variant, unit: _Unit, repeat: int) -> Run:
     """One batch with one variant."""
-    failed = llm.engine.num_failed_drafts
+    failed, passes = llm.engine.num_failed_drafts, _draft_passes(llm)
     requests, decoding = _drive(llm, clock, [work.ids[i] for i in unit.prompts], work.params)
     for index, request in zip(unit.prompts, requests, strict=True):
         if request.error:
@@ -218,7 +218,13 @@ def _run(work: _Work, llm: LLM, clock: Clock, variant: Variant, unit: _Unit, rep
         outputs=tuple((i, tuple(r.output)) for i, r in zip(unit.prompts, requests, strict=True)),
         steps=tuple(decoding.steps),
         num_failed_drafts=llm.engine.num_failed_drafts - failed,
+        num_draft_passes=_draft_passes(llm) - passes,
     )
+
+
+def _draft_passes(llm: LLM) -> int:
+    """Of the models that draft; 0 for drafters that have none."""
+    return sum(getattr(arm, "num_passes", 0) for arm, _ in llm.engine.arms)
 
 
 @dataclass(slots=True)

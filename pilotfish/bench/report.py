@@ -59,7 +59,11 @@ def _table(report: Report, wide: bool) -> Table:
         box=box.SIMPLE_HEAD,
         header_style="bold",
     )
-    columns = _COLUMNS if wide else {name: cell for name, cell in _COLUMNS.items() if name not in _ONLY_WIDE}
+    columns = {
+        name: cell
+        for name, cell in _COLUMNS.items()
+        if (wide or name not in _ONLY_WIDE) and any(str(cell(row, wide)) not in ("", "-") for row in report.rows)
+    }
     for name in columns:
         table.add_column(name, justify="left" if name in ("method", "category") else "right", no_wrap=True)
     one_category = len({row.category for row in report.rows} - {ALL}) == 1
@@ -132,11 +136,12 @@ _COLUMNS: dict[str, Callable[[Row, bool], Text | str]] = {
     "nodes\na pass": _unless_plain("nodes_per_pass", 1),
     "alpha": _unless_plain("alpha"),
     "c": _unless_plain("c", 3),
+    "draft passes\na token": _unless_plain("draft_passes_per_token"),
     "K+1 rows\n/ 1 row": _unless_plain("verify_ratio"),
     "first\ntoken": _first_token,
     "same\ntext": _same_text,
 }
-_ONLY_WIDE = {"nodes\na pass", "alpha", "c", "K+1 rows\n/ 1 row", "first\ntoken"}
+_ONLY_WIDE = {"nodes\na pass", "alpha", "c", "draft passes\na token", "K+1 rows\n/ 1 row", "first\ntoken"}
 
 
 def _show(value: float | None, digits: int = 2) -> str:

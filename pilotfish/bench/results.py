@@ -13,6 +13,7 @@ whose runs were neighbours in time, so what else the machine did cancels out as 
     alpha               accepted guesses over judged guesses; those behind the first rejection are not judged
     c                   drafting time per drafted position over the time of a plain pass
     verify_ratio        median time of a pass over K + 1 rows per sequence over that of a plain one
+    draft_passes_per_token   passes of a drafting model over all tokens of the texts
     pass_ratio          mean time of the method's passes, whatever they drafted, over that of a plain one
     predicted_speedup   Leviathan et al., Theorem 3.8, with these acceptances and this c, and a pass over K + 1 rows
                         as cheap as one over 1 row; predicted_speedup_measured_verify: with pass_ratio instead
@@ -67,6 +68,7 @@ class Run:
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     steps: tuple[TimedStep, ...] = ()
     num_failed_drafts: int = 0
+    num_draft_passes: int = 0
 
     @property
     def rate(self) -> float | None:
@@ -113,6 +115,7 @@ class Row:
     num_steps: int = 0
     num_failed_drafts: int = 0
     nodes_per_pass: float | None = None
+    draft_passes_per_token: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +215,7 @@ def _row(
         num_steps=len(steps),
         num_failed_drafts=sum(run.num_failed_drafts for run in runs),
         nodes_per_pass=fmean(step.num_rows / len(step.outcomes) - 1 for step in steps) if steps else None,
+        draft_passes_per_token=_draft_passes(runs),
         **_costs(variant, steps, [step for run in plain for step in run.steps]),
     )
 
@@ -263,6 +267,12 @@ def _verify_ratio(num_drafted: NumDrafted, steps: Sequence[TimedStep], plain: Se
         single[len(step.outcomes)].append(step.pass_seconds)
     both = full.keys() & single.keys()
     return median(full[max(both)]) / median(single[max(both)]) if both else None
+
+
+def _draft_passes(runs: Sequence[Run]) -> float | None:
+    """Passes of a drafting model, those over the prompt included, by tokens of text; None without such a model."""
+    passes, tokens = sum(run.num_draft_passes for run in runs), sum(len(ids) for run in runs for _, ids in run.outputs)
+    return passes / tokens if passes and tokens else None
 
 
 def _spread(values: Sequence[float]) -> Spread | None:

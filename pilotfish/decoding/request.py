@@ -40,7 +40,8 @@ class TextStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The target's log-probability of an emitted token, after warping, and those of the likeliest tokens."""
+    """The target's log-probability of an emitted token (after warping, unless raw ones were asked for), and those of
+    the likeliest tokens."""
 
     token: int
     logprob: float

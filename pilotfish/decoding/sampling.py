@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import OptionError
 from ..lazily import torch
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled; names and meanings as in vLLM.
+
+    logprobs_mode: log-probabilities of the law that was sampled from, or of the model's own law, before bias,
+    penalties, temperature and cuts. vLLM has it as an option of the engine, and its default is the latter.
 
     Raises OptionError for a value out of range, naming it.
     """
@@ -46,6 +49,7 @@ class SamplingParams:
     ignore_eos: bool = field(default=False, metadata={"help": "go on after the end-of-text token"})
     seed: int | None = field(default=None, metadata={"help": "fixes the text, whatever drafts or batches do"})
     logprobs: int | None = field(default=None, metadata={"help": "also the n likeliest tokens' log-probabilities"})
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     n: int = field(default=1, metadata={"help": "this many independent completions"})
 
     def __post_init__(self) -> None:
@@ -74,6 +78,8 @@ class SamplingParams:
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs)
             _require(self.logprobs >= 0, "logprobs", self.logprobs, "0 or more, or None")
+        modes = ("processed_logprobs", "raw_logprobs")
+        _require(self.logprobs_mode in modes, "logprobs_mode", self.logprobs_mode, " or ".join(modes))
         if self.seed is not None:
             _whole("seed", self.seed)
         for text in stop:

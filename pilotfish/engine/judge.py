@@ -73,7 +73,10 @@ def _judge_one(request: Request, draft: Draft, logits_NV: Tensor) -> Judgement |
     verdict = _before_broken(draft, verdict, broken)
     if params.logprobs is None:
         return verdict, []
-    logprobs_NV = torch.log_softmax(processed_NV, 1) if params.greedy else p_NV.log()
+    if params.logprobs_mode == "raw_logprobs":
+        logprobs_NV = torch.log_softmax(logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float(), 1)
+    else:
+        logprobs_NV = torch.log_softmax(processed_NV, 1) if params.greedy else p_NV.log()
     return verdict, _logprobs(logprobs_NV, draft, verdict, params.logprobs)
 
 

@@ -1,13 +1,16 @@
 """A whole bench run on models whose every text is known: who runs when, what is compared, what ends up in rows."""
 
+import io
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from pilotfish.bench import BenchOptions, Report, Row, print_report, run_bench
 from pilotfish.bench import measure as measure_module
@@ -104,6 +107,20 @@ def test_a_row_per_method_and_category_with_all_figures(prompts: str) -> None:
     plain = row_of(report, "none")
     assert plain.speedup == plain.predicted_speedup == plain.mean_acceptance_length == 1
     assert plain.num_steps == 2 * 4 * 11  # of 12 tokens the first comes with the prompt
+
+
+def test_passes_of_a_model_that_drafts_are_counted(prompts: str) -> None:
+    """A pass a drafted token at most, and one to read the prompt; look-ups have none."""
+    methods = [{"method": "ngram"}, {"method": "draft_model", "model": draft()}]
+    report = bench(prompts, methods=methods, num_speculative_tokens="1")
+    assert row_of(report, "ngram").draft_passes_per_token is None
+    row = row_of(report, "draft_model")
+    assert row.draft_passes_per_token is not None and 0.4 < row.draft_passes_per_token < 1.2
+    without = replace(report, rows=[one for one in report.rows if one.method != "draft_model"])
+    for shown, told in ((report, True), (without, False)):
+        screen = Console(file=io.StringIO(), width=160)
+        print_report(shown, screen)
+        assert ("draft passes" in screen.file.getvalue()) is told  # type: ignore[attr-defined]
 
 
 def test_a_perfect_draft_is_accepted_whole(prompts: str) -> None:

@@ -260,6 +260,7 @@ def test_greedy_has_no_law():
         "ignore_eos": [0, "false", None],
         "seed": [1.0, "1", True],
         "logprobs": [-1, 1.0, "2", True],
+        "logprobs_mode": ["raw", "raw_logits", None, 1, []],
         "n": [0, -1, 1.0, "2", None, True],
     }.items(),
 )  # fmt: skip

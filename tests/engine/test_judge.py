@@ -1,5 +1,6 @@
 """Verdicts from rows of logits: one argmax for all greedy rows, log-probabilities where asked for, NaN kept apart."""
 
+import dataclasses
 import math
 
 import pytest
@@ -115,6 +116,24 @@ def test_log_probabilities_are_the_target_s_own_after_warping(params):
         finite = [token for token, value in entry.top if math.isfinite(value)]
         assert finite == ids.tolist()[: len(finite)]
         assert len(entry.top) == min(params.logprobs, 16)
+
+
+@pytest.mark.parametrize("params", WARPED, ids=range(len(WARPED)))
+def test_raw_log_probabilities_are_those_of_the_model_s_own_law(params):
+    """Whatever bias, penalties and temperature do to the law that is sampled from, and whatever drafts."""
+    params = dataclasses.replace(params, logit_bias={5: 3.0}, logprobs_mode="raw_logprobs")
+    prompt, seen = [3, 1, 4], []
+    for drafter in (None, foresight(MODEL), random_trees(16, MODEL.law)):
+        found = engine(MODEL, drafter, k=5)
+        (done,) = found.add(prompt, params)
+        drain(found)
+        assert tuple(done.output) == oracle(MODEL.logits_of, prompt, params)
+        seen.append(done.logprobs)
+    assert seen[0] == seen[1] == seen[2]
+    for i, entry in enumerate(seen[0]):
+        law_V = MODEL.law([*prompt, *(e.token for e in seen[0][:i])]).log()
+        assert entry.logprob == pytest.approx(float(law_V[entry.token]))
+        assert [value for _, value in entry.top] == pytest.approx(law_V.topk(min(params.logprobs, 16)).values.tolist())
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 1}, {}], ids=str)

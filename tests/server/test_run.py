@@ -1,0 +1,152 @@
+"""The process: ports, signals, slow headers, flags, and what is said when the extra is missing."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx2
+import pytest
+from click.testing import CliRunner
+
+from pilotfish.cli import main
+from pilotfish.errors import OptionError
+from pilotfish.server.options import ServeOptions
+from pilotfish.server.run import _Uvicorn, bind, serve
+from tests.server.fakes import a_server
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import time, torch
+from tests.server.fakes import Gated, an_llm, singer
+from pilotfish.server.options import ServeOptions
+from pilotfish.server.run import serve
+model = singer(context=100_000)
+fast = model.forward
+model.forward = lambda *words, **named: (time.sleep(0.005), fast(*words, **named))[1]
+serve(ServeOptions(port=0), lambda: an_llm(model, method="none", num_pages=5000))
+"""
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_first_signal_drains_and_the_second_stops(again):
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stderr.readline()
+        (url,) = re.findall(r"http://127.0.0.1:\d+", line)
+        body = {"prompt": "x", "max_tokens": 15_000 if again else 60, "temperature": 0, "stream": True}
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
+            process.send_signal(signal.SIGTERM)
+            if again:
+                time.sleep(0.3)
+                assert process.poll() is None
+                process.send_signal(signal.SIGTERM)
+            blocks = [line.removeprefix("data: ") for line in lines if line]
+        assert blocks[-1] == "[DONE]"
+        last = json.loads(blocks[-2])
+        if again:
+            assert last["error"]["message"] == "the server was stopped"
+        else:
+            assert last["choices"][0]["finish_reason"] == "length"
+        assert process.wait(10) == 0
+        assert "1 completions are ending" in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_a_port_in_use_is_told_before_a_model_is_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OptionError, match=f"port {port} of 127.0.0.1 is in use; choose another with --port"):
+            serve(ServeOptions(port=port), lambda: pytest.fail("loaded"))
+        result = CliRunner().invoke(main, ["serve", "--port", str(port), "-m", "nowhere"])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert f"port {port} of 127.0.0.1 is in use" in result.stderr
+
+
+def test_a_host_that_is_none():
+    with pytest.raises(OptionError, match=r"cannot listen on 192\.0\.2\.1 port 0|is no address"):
+        bind("192.0.2.1", 0)
+
+
+def test_a_header_that_never_ends_costs_a_connection_for_a_while_only():
+    server = a_server(read_timeout=0.3)
+    listener = bind("127.0.0.1", 0)
+    listener.listen()
+    address = listener.getsockname()
+    runner = _Uvicorn(server)
+    thread = threading.Thread(target=runner.run, args=([listener],))
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{address[1]}"
+        with httpx2.Client(base_url=url, timeout=10) as client:
+            slow = socket.create_connection(address, timeout=10)
+            started = time.perf_counter()
+            with slow:
+                slow.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+                assert client.get("/health").status_code == 200
+                assert slow.recv(100) == b""
+            assert 0.2 < time.perf_counter() - started < 8
+            # A connection that has a request under way is not its victim.
+            answer = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 200, "temperature": 0})
+            assert answer.status_code == 200
+    finally:
+        runner.should_exit = True
+        thread.join(10)
+        listener.close()
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--port", "65536"], "port must be at most 65535, not 65536"),
+        (["--max-queue", "-1"], "max_queue must be a whole number, 0 or more, not -1"),
+        (["--request-timeout", "0"], "request_timeout must be a number above 0, not 0.0"),
+        (["--drain-timeout", "nan"], "drain_timeout must be a number above 0, not nan"),
+        (["--api-key", ""], "api_key is empty"),
+        (["--method", "ngarm", "--port", "0"], "did you mean 'ngram'?"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(words, says):
+    result = CliRunner().invoke(main, ["serve", *words])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert says in result.stderr
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "pilotfish.server.run")
+    result = CliRunner().invoke(main, ["serve"])
+    assert result.exit_code == 2
+    assert result.stderr == "pilotfish: serve needs uvicorn, which is not installed: pip install 'pilotfish[serve]'\n"
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch):
+    seen = []
+    monkeypatch.setenv("PILOTFISH_API_KEY", "from there")
+    monkeypatch.setattr("pilotfish.server.run.serve", lambda options, _load: seen.append(options))
+    assert CliRunner().invoke(main, ["serve"]).exit_code == 0
+    assert CliRunner().invoke(main, ["serve", "--api-key", "from here"]).exit_code == 0
+    assert [options.api_key for options in seen] == ["from there", "from here"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"port": 8000.5}, {"port": True}, {"max_n": 0}, {"served_model_name": ""}, {"stream_granularity": "word"}],
+    ids=str,
+)
+def test_options_out_of_range(values):
+    with pytest.raises(OptionError, match=next(iter(values))):
+        ServeOptions(**values)
