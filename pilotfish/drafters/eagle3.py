@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..attention import sdpa
 from ..decoding.draft import EMPTY, MAX_NODES, Draft
 from ..decoding.request import Request, Step
 from ..decoding.sampling import warp
@@ -32,7 +31,7 @@ from ..lazily import torch
 from ..models.options import QUANTIZATIONS
 from ..paged.batch import Feed, lay_out
 from .base import Drafter, Setting
-from .drawing import Run, extend
+from .drawing import Reduced, Run, extend
 from .growing import Drawing, Growth, confidence
 from .shapes import RankPath, Ranks, rates_of
 from .states import kept_rows
@@ -84,14 +83,14 @@ class _Text:
 
     request: whose text it is. names: what each row is known by, for rows to be shared. skew: places that were passed
     over, so that row i is place i + skew from there on. waiting: fused states [n, hidden] of the places behind the
-    rows. output: what came out of the last row, once all are read. drawn: the tree that is being judged.
+    rows. output: state and logits of the last row, once all are read. drawn: the tree that is being judged.
     """
 
     request: Request
     names: list[int]
     skew: int = 0
     waiting: list[Tensor] = field(default_factory=list)
-    output: Tensor | None = None
+    output: tuple[Tensor, Tensor] | None = None
     drawn: Draft = EMPTY
 
     @property
@@ -120,29 +119,32 @@ class _Work:
 
     def feed(self, past: int) -> Feed:
         if self.tree is None:
-            return Feed(self.request.id, self.run.tokens[-1:], past + len(self.run.tokens) - 1, 0)
+            return Feed(self.request.id, self.run.tokens[-1:], past + len(self.run.tokens) - 1, 1)
         tree = self.tree
         tokens = [tree.tokens[node] for node in tree.frontier]
-        return Feed(self.request.id, tokens, past, 0, tree.ancestors(), tree.num_skipped)
+        return Feed(self.request.id, tokens, past, len(tokens), tree.ancestors(), tree.num_skipped)
 
 
 class Eagle3Drafter(Drafter):
     """head: in float32, on the target's device. num_passes: of the head, so far."""
 
     Options = Eagle3Options
+    encoder_decoder = False
     cost_grows = True
 
     def __init__(self, head: Eagle3Head, setting: Setting, options: Eagle3Options | None = None):
+        from ..heads.stepping import Steps
         from ..paged.cache import KVCache, LayerShape
 
         options, config = options or Eagle3Options(), head.config
-        self.head, self.options, self.target_cache = head, options, setting.cache
+        self.head, self.steps, self.options, self.target_cache = head, Steps(head), options, setting.cache
         self.num_target_ids, self.device = setting.target.vocab_size, setting.target.device
         self.max_rows, self.layers = setting.max_rows, config.taps
         self.taps = tuple(sorted(set(config.taps)))
         self.trees = setting.trees and options.tree_width > 1
         self.target_ids = head.target_ids().to(self.device)
-        self.scale = config.head_dim**-0.5
+        all_ids = len(self.target_ids) == self.num_target_ids
+        self.reduced = None if all_ids else Reduced(self.target_ids, self.num_target_ids)
         scratch = -(-MAX_NODES // setting.page_size) + 1
         num_pages = -(-setting.num_cache_tokens // setting.page_size) + scratch * setting.max_num_seqs
         shape = LayerShape(config.num_key_heads, config.head_dim, config.head_dim)
@@ -235,14 +237,14 @@ class Eagle3Drafter(Drafter):
             return [EMPTY] * len(requests)
         with torch.inference_mode():
             self._read([work.request for work in active])
-            hidden_TD = torch.stack([self._output(work.request) for work in active])
-            counts = [1] * len(active)
+            states, logits = zip(*(self._output(work.request) for work in active), strict=True)
+            hidden_TD, logits_TV, counts = torch.stack(states), torch.stack(logits), [1] * len(active)
             while True:
-                self._choose(active, counts, hidden_TD)
+                self._choose(active, counts, hidden_TD, logits_TV)
                 active = [work for work in active if work.active]
                 if not active:
                     break
-                hidden_TD, counts = self._step(active)
+                hidden_TD, logits_TV, counts = self._step(active)
         return [EMPTY if work is None else self._draft(work) for work in works]
 
     def _begin(self, request: Request, limit: int, wanted: Sequence[Request]) -> _Work | None:
@@ -284,13 +286,13 @@ class Eagle3Drafter(Drafter):
                 states.append(waiting_TD[:budget])
                 text.waiting = [waiting_TD[budget:]] if len(waiting_TD) > budget else []
                 place = past + text.skew + 1
-                feeds.append(Feed(request.id, request.tokens[place : place + len(states[-1])], past, 0))
+                feeds.append(Feed(request.id, request.tokens[place : place + len(states[-1])], past, 1))
                 budget -= len(states[-1])
             last = torch.tensor([len(part) for part in states]).cumsum(0) - 1
-            hidden_TD = self._forward(feeds, torch.cat(states))[last.to(self.device)]
-            for request, feed, hidden_D in zip(todo, feeds, hidden_TD, strict=False):
+            hidden_TD, logits_NV = self._forward(feeds, torch.cat(states))
+            for request, feed, *output in zip(todo, feeds, hidden_TD[last.to(self.device)], logits_NV, strict=False):
                 self._keep(request, len(feed.tokens))
-                self._texts[request.id].output = hidden_D
+                self._texts[request.id].output = output[0], output[1]
             todo = [request for request in todo if self._texts[request.id].waiting]
 
     def _read_ahead(self) -> None:
@@ -309,35 +311,28 @@ class Eagle3Drafter(Drafter):
             text.names += self._names(request, past, past + count)
         self.cache.commit(request.id, range(count), text.names)
 
-    def _output(self, request: Request) -> Tensor:
+    def _output(self, request: Request) -> tuple[Tensor, Tensor]:
         output = self._texts[request.id].output
         assert output is not None, "all rows are read"
         return output
 
-    def _step(self, works: Sequence[_Work]) -> tuple[Tensor, list[int]]:
+    def _step(self, works: Sequence[_Work]) -> tuple[Tensor, Tensor, list[int]]:
         """One pass over what was just chosen, with its outputs, and how many rows each has."""
         feeds = [work.feed(self.cache.length(work.request.id)) for work in works]
         states = [work.hidden for work in works if work.hidden is not None]
-        return self._forward(feeds, torch.cat(states)), [len(feed.tokens) for feed in feeds]
+        return *self._forward(feeds, torch.cat(states)), [len(feed.tokens) for feed in feeds]
 
-    def _forward(self, feeds: Sequence[Feed], states_TD: Tensor) -> Tensor:
+    def _forward(self, feeds: Sequence[Feed], states_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """States of all rows, logits of those wanted."""
         self.num_passes += 1
         batch = lay_out(feeds, self.cache, self.device)
-        keys, values = self.cache.keys[0], self.cache.values[0]
-        positions_T = batch.positions_T
         if any(self._texts[feed.sequence].skew for feed in feeds):
             skews = [self._texts[feed.sequence].skew for feed in feeds for _ in feed.tokens]
-            positions_T = positions_T + torch.tensor(skews, device=self.device)
+            batch.positions_T += torch.tensor(skews, device=self.device)
+        return self.steps.run(batch, self.cache, states_TD)
 
-        def attend(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-            keys[batch.slots_T], values[batch.slots_T] = k_TGD, v_TGD
-            return sdpa.attend(q_THD, keys, values, batch, scale=self.scale)
-
-        return self.head(batch.tokens_T, states_TD, positions_T, attend)  # type: ignore[no-any-return]
-
-    def _choose(self, works: Sequence[_Work], counts: Sequence[int], hidden_TD: Tensor) -> None:
+    def _choose(self, works: Sequence[_Work], counts: Sequence[int], hidden_TD: Tensor, logits_TV: Tensor) -> None:
         """Each work's next tokens, from what its rows came out as."""
-        logits_TV = self.head.logits(hidden_TD)
         first: list[int] = []  # of each chain, its row
         chains: list[Run] = []
         grown: list[tuple[_Work, int, int]] = []
@@ -355,7 +350,7 @@ class Eagle3Drafter(Drafter):
                 grown.append((work, start, stop))
             start = stop
         if chains:
-            extend(chains, [()] * len(chains), self._over_target_ids(logits_TV[first]))
+            extend(chains, [()] * len(chains), logits_TV[first], self.reduced)
         if grown:
             self._grow(grown, logits_TV, hidden_TD)
 
@@ -371,13 +366,6 @@ class Eagle3Drafter(Drafter):
                 work.kind = ("tree", confidence(logprobs[start][0]))
             tree.add(tokens[start:stop], logprobs[start:stop])
             work.hidden = hidden_TD[start:stop][tree.sources]
-
-    def _over_target_ids(self, logits_NV: Tensor) -> Tensor:
-        """The same law over the target's ids: what the head cannot say is impossible."""
-        if logits_NV.shape[1] == self.num_target_ids:
-            return logits_NV
-        full_NV = logits_NV.new_full((len(logits_NV), self.num_target_ids), -torch.inf)
-        return full_NV.index_copy_(1, self.target_ids, logits_NV)
 
     def _draft(self, work: _Work) -> Draft:
         if isinstance(work.tree, Growth):

@@ -21,10 +21,10 @@ from .team import finish, take
 
 # Columns of the table of layers: one row per layer. A matrix takes four: weights, scales, bias, bits.
 QKV, OUT, GATE_UP, DOWN = 0, 4, 8, 12
-NORM_1, NORM_2, POST_1, POST_2, Q_NORM, K_NORM, KEYS, VALUES, WINDOW, ROPE, TAP = range(16, 27)
-NUM_COLUMNS = 27
+NORM_1, NORM_2, POST_1, POST_2, Q_NORM, K_NORM, KEYS, VALUES, WINDOW, ROPE, TAP, EMBEDDING_NORM = range(16, 28)
+NUM_COLUMNS = 28
 # Entries of `sizes`.
-HIDDEN, NUM_HEADS, NUM_KEY_HEADS, DIM, INTERMEDIATE, VOCAB, GELU, SCRATCH_BYTES = range(8)
+HIDDEN, NUM_HEADS, NUM_KEY_HEADS, DIM, INTERMEDIATE, VOCAB, GELU, SCRATCH_BYTES, JOINED = range(9)
 PHASES_A_LAYER, OTHER_PHASES = 10, 5
 ROWS_A_GROUP = 16  # that one job of attention takes along a block of keys
 _TILES_A_JOB = 4
@@ -36,7 +36,8 @@ _ACTIVATION_GROUPS_A_JOB = 16
 # `b` is the table of buffers (addresses; `quantized` lays it out); a buffer's rows lie `stride` floats apart.
 
 X, NORMED, BYTES, SCALES, SUMS, WIDE, QUERIES, ATTENDED, ACTIVE, PARTS, LOGITS, SCRATCH, COSINES, SINES = range(14)
-NUM_BUFFERS = COSINES + 4  # cosines and sines come in pairs, one per rotation table: Gemma 3 has two
+STATES, EMBEDDED = COSINES + 4, COSINES + 5  # cosines and sines come in pairs, one per rotation table: Gemma 3 has two
+NUM_BUFFERS = EMBEDDED + 1
 
 
 @compiled
@@ -324,6 +325,27 @@ def _embed_phase(phase: Int, b: Any, sizes: Any, tokens: Any, embedding: Any, fa
 
 
 @compiled
+def _join_phase(phase: Int, b: Any, sizes: Any, layer: Any, num_rows: Int, epsilon: Any) -> Int:
+    """Rows of a draft head: norm(embedded token) and norm(given state) side by side, quantised; x starts as the state,
+    or (JOINED 2) as its norm."""
+    hidden, num_done = sizes[HIDDEN], 0
+    num_groups = _groups(2 * hidden)
+    while True:
+        row = take(phase)
+        if row >= num_rows:
+            break
+        state, normed = b[STATES] + row * hidden * 4, b[NORMED] + row * stride_of(2 * hidden) * 4
+        second = normed + hidden * 4
+        normalise(b[EMBEDDED] + row * hidden * 4, layer[EMBEDDING_NORM], hidden // 16, epsilon, normed)
+        normalise(state, layer[NORM_1], hidden // 16, epsilon, second)
+        x = b[X] + row * stride_of(hidden) * 4
+        scaled(second if sizes[JOINED] == 2 else state, 1.0, x, hidden // 16, 0)
+        _quantise(b, row, normed, np.int64(0), num_groups, num_groups)
+        num_done += 1
+    return finish(phase, num_rows, num_done)
+
+
+@compiled
 def _head_phases(phase: Int, b: Any, sizes: Any, wanted: Any, norm: Int, head: Any, epsilon: Any) -> Int:
     """The last norm, of wanted rows only, and the head."""
     hidden, num_done = sizes[HIDDEN], 0
@@ -349,7 +371,8 @@ def run_pass(phases: Any, b: Any, sizes: Any, layers: Any, ends: Any, factors: A
 
     phases: fresh counters. ends: [embedding, head, (final norm, 0, 0, 0)], as matrices. factors: epsilon, attention
     scale, embedding scale. batch: tokens, positions, slots, wanted rows, groups of rows (first, end, start in the slot
-    table, number of blocks). rows: prefixes, ancestor bits, slot table.
+    table, number of blocks). rows: prefixes, ancestor bits, slot table. With sizes[JOINED] it is a draft head's: one
+    layer, whose rows start from given states.
     """
     tokens, positions, slots, wanted, groups = batch
     epsilon, scale = factors[0], factors[1]
@@ -361,11 +384,17 @@ def run_pass(phases: Any, b: Any, sizes: Any, layers: Any, ends: Any, factors: A
     phase = finish(phase, np.int64(0), np.int64(0))
     none, one = np.int64(0), np.int64(1)  # a bare 0 would be a type of its own, and each function compiled again
     post, tap = none, none
-    phase = _embed_phase(phase, b, sizes, tokens, ends[0], factors[2])
+    inputs = hidden
+    if sizes[JOINED]:
+        inputs = 2 * hidden
+        phase = _join_phase(phase, b, sizes, layers[0], num_rows, epsilon)
+    else:
+        phase = _embed_phase(phase, b, sizes, tokens, ends[0], factors[2])
     for number in range(len(layers)):
         layer = layers[number]
-        phase = _norm_phase(phase, b, sizes, num_rows, layer[NORM_1], post, tap, epsilon)
-        phase = _product(phase, b, layer[QKV:], num_rows, hidden, width, b[WIDE], stride_of(width), none)
+        if not sizes[JOINED]:
+            phase = _norm_phase(phase, b, sizes, num_rows, layer[NORM_1], post, tap, epsilon)
+        phase = _product(phase, b, layer[QKV:], num_rows, inputs, width, b[WIDE], stride_of(width), none)
         phase = _rotate_phase(phase, b, sizes, layer, positions, slots, epsilon)
         phase = _attend_phase(phase, b, sizes, layer, rows, groups, num_splits, scale, scratch)
         phase = _gather_phase(phase, b, sizes, num_rows, num_splits, scratch)

@@ -36,7 +36,7 @@ _FEW_ROWS = 16  # up to here, blocks of keys are shared out among the threads
 _POSITIONS_AT_ONCE = 1024
 _MATRICES = {"qkv": loops.QKV, "o": loops.OUT, "gate_up": loops.GATE_UP, "down": loops.DOWN}
 _VECTORS = {"norm_1": loops.NORM_1, "norm_2": loops.NORM_2, "post_1": loops.POST_1, "post_2": loops.POST_2,
-            "q_norm": loops.Q_NORM, "k_norm": loops.K_NORM}  # fmt: skip
+            "q_norm": loops.Q_NORM, "k_norm": loops.K_NORM, "embedding_norm": loops.EMBEDDING_NORM}  # fmt: skip
 
 
 def slow_because() -> str | None:
@@ -47,9 +47,12 @@ def slow_because() -> str | None:
 
 
 class QuantizedDecoder:
-    """See the module. Keys and values are float32. One pass at a time: a model is not for two threads at once."""
+    """See the module. Keys and values are float32. One pass at a time: a model is not for two threads at once.
 
-    def __init__(self, quantised: Quantised, name: str):
+    joined: it is a draft head of one layer, whose rows start from given states; see `forward` and `loops.run_pass`.
+    """
+
+    def __init__(self, quantised: Quantised, name: str, *, joined: int = 0):
         self.quantised = quantised
         origin, facts = quantised.origin, quantised.origin.architecture
         self.architecture = facts
@@ -72,7 +75,8 @@ class QuantizedDecoder:
         self._sizes = np.array(
             [facts.hidden_size, facts.num_heads, facts.num_key_heads, facts.head_dim, facts.intermediate_size,
              facts.vocab_size, facts.activation == "gelu_tanh",
-             loops.scratch_bytes(facts.head_dim, facts.num_heads // facts.num_key_heads)], np.int64)  # fmt: skip
+             loops.scratch_bytes(facts.head_dim, facts.num_heads // facts.num_key_heads), joined],
+            np.int64)  # fmt: skip
         self._factors = np.array([facts.norm_epsilon, facts.attention_scale, facts.embedding_scale], np.float32)
         head = "embedding" if facts.tied else "head"
         self._ends = np.array([self._matrix("embedding", 8), self._matrix(head, 8),
@@ -88,8 +92,16 @@ class QuantizedDecoder:
         return KVCache(self.info.layers, num_pages, page_size, dtype=torch.float32)
 
     def forward(
-        self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = (), layers: Sequence[int] | None = None
+        self,
+        batch: Batch,
+        cache: KVCache,
+        *,
+        taps: Sequence[int] = (),
+        layers: Sequence[int] | None = None,
+        starts: tuple[Tensor, Tensor] | None = None,
     ) -> ModelOutput:
+        """See `CausalLM`. starts: of a draft head, each row's state and embedded token, float32 [T, hidden]."""
+        assert (starts is not None) == bool(self._sizes[loops.JOINED])
         facts, rows = self.architecture, _Rows(batch)
         running = chosen_layers(facts.num_layers, taps, layers)
         table = self._table(cache)
@@ -105,7 +117,7 @@ class QuantizedDecoder:
                 table = table.copy()
                 for layer, states in tapped.items():
                     table[running.index(layer), loops.TAP] = states[start:].data_ptr()
-            self._run(rows, start, stop, table, logits, num_phases)
+            self._run(rows, start, stop, table, logits, num_phases, starts)
         return ModelOutput(torch.from_numpy(logits[:, : self.num_logits]), tapped)
 
     @property
@@ -137,7 +149,16 @@ class QuantizedDecoder:
             head_rows=lambda ids_N: rows("embedding" if facts.tied else "head", ids_N),
         )
 
-    def _run(self, rows: "_Rows", start: int, stop: int, table: Array, logits: Array, num_phases: int) -> None:
+    def _run(
+        self,
+        rows: "_Rows",
+        start: int,
+        stop: int,
+        table: Array,
+        logits: Array,
+        num_phases: int,
+        starts: tuple[Tensor, Tensor] | None,
+    ) -> None:
         """The rows start..stop-1 of a batch, all layers."""
         facts, wanted, first = self.architecture, rows.wanted, 0
         if stop - start < len(rows.positions):
@@ -150,6 +171,9 @@ class QuantizedDecoder:
         if num_splits > 1:
             keep = np.empty((stop - start) * facts.num_heads * num_splits * (facts.head_dim + 2), np.float32)
             addresses[loops.PARTS] = keep.ctypes.data
+        for buffer, start_TD in zip((loops.STATES, loops.EMBEDDED), starts or (), strict=False):
+            assert start_TD.dtype == torch.float32 and start_TD.is_contiguous()
+            addresses[buffer] = start_TD[start:].data_ptr()
         addresses[loops.LOGITS] = logits.ctypes.data + first * logits.shape[1] * 4
         for i, (cosines, sines) in enumerate(self._turns):
             addresses[loops.COSINES + 2 * i] = cosines.ctypes.data
@@ -213,11 +237,12 @@ class QuantizedDecoder:
         if (size, num_threads) not in self._buffers:
             facts = self.architecture
             hidden, heads, inner = facts.hidden_size, facts.num_heads * facts.head_dim, facts.intermediate_size
-            widest = -(-max(hidden, heads, inner) // GROUP) * GROUP
+            normed = 2 * hidden if self._sizes[loops.JOINED] else hidden
+            widest = -(-max(normed, heads, inner) // GROUP) * GROUP
             wide = stride_of(max(hidden, facts.num_projected, 2 * inner))
             num_bytes = {
                 loops.X: size * stride_of(hidden) * 4,
-                loops.NORMED: size * stride_of(hidden) * 4,
+                loops.NORMED: size * stride_of(normed) * 4,
                 loops.BYTES: size * widest,
                 loops.SCALES: size * widest // GROUP * 4,
                 loops.SUMS: size * widest // GROUP * SUMS_LINE // ROWS,
