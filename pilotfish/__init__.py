@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from . import lazily, version
 
 if TYPE_CHECKING:
+    from .decoding.grammar import StructuredOutputsParams
     from .decoding.request import TokenLogprob
     from .decoding.sampling import SamplingParams
     from .errors import (
@@ -32,13 +33,18 @@ __all__ = [
     "PilotfishError",
     "PromptError",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TokenLogprob",
     "Usage",
     "UserError",
 ]
 _HOMES = dict.fromkeys(__all__, "errors")
 _HOMES |= dict.fromkeys(("LLM", "Chunk", "Completion", "Interrupted", "Usage"), "llm")
-_HOMES |= {"SamplingParams": "decoding.sampling", "TokenLogprob": "decoding.request"}
+_HOMES |= {
+    "StructuredOutputsParams": "decoding.grammar",
+    "SamplingParams": "decoding.sampling",
+    "TokenLogprob": "decoding.request",
+}
 __getattr__ = lazily.names(__name__, _HOMES)
 
 

@@ -1,9 +1,11 @@
-"""The command line: generate, chat, serve, inspect, bench, verify, tune, train. Flags come from the option dataclasses.
+"""The command line: generate, chat, serve, batch, inspect, bench, verify, tune, train. Flags come from the option
+dataclasses.
 
 It does not know how anything is done. The one trick: every error a user can mend leaves through one door, as one
 line that names the value and the way out, with exit status 2. What a command does is imported when it runs.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -15,13 +17,14 @@ import click
 
 from . import flags
 from .bench.options import BenchOptions, TuneOptions
+from .decoding.grammar import StructuredOutputsParams
 from .decoding.sampling import SamplingParams
 from .drafters import registry
 from .engine.options import EngineOptions
 from .errors import OptionError, PilotfishError, UserError
 from .models.options import LoadOptions
 from .proof.options import VerifyOptions
-from .server.options import ServeOptions
+from .server.options import BatchOptions, ServeOptions
 from .train.options import Eagle3Options, MedusaOptions, TrainOptions
 
 _SERVE_EXTRA = ("prometheus_client", "pydantic", "starlette", "uvicorn")
@@ -83,7 +86,7 @@ def _drafting_flags(
 
 
 def _sampling_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    command = flags.from_fields(SamplingParams, default=_SAMPLING_DEFAULTS)(command)
+    command = flags.from_fields(SamplingParams, StructuredOutputsParams, default=_SAMPLING_DEFAULTS)(command)
     command = click.option("--stop", multiple=True, help="end the text before this string; may be given several times")(
         command
     )
@@ -158,14 +161,36 @@ def serve(model: str, **values: Any) -> None:
     """
     key = os.environ.get("PILOTFISH_API_KEY")
     options = flags.pick(ServeOptions, values, **({} if key is None else {"api_key": key}))
-    try:
+    with _serve_extra("serve"):
         from .server.run import serve as run
+    run(options, lambda: _llm(model, values))
+
+
+@main.command()
+@click.argument("source", type=click.Path())
+@click.argument("target", type=click.Path())
+@_model_flags
+@_drafting_flags()
+@flags.from_fields(BatchOptions)
+def batch(source: str, target: str, model: str, **values: Any) -> None:
+    """Answer the requests in SOURCE, a line each in OpenAI's batch format, into TARGET.
+
+    Many at once, in the order they get ready. However it was ended, the same command goes on where it stopped.
+    """
+    with _serve_extra("batch"):
+        from .server.batch import run_batch
+    run_batch(flags.pick(BatchOptions, values), source, target, lambda: _llm(model, values))
+
+
+@contextlib.contextmanager
+def _serve_extra(command: str) -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _SERVE_EXTRA:
             raise
-        raise OptionError(f"serve needs {error.name}, which is not installed: pip install 'pilotfish[serve]'") from None
-
-    run(options, lambda: _llm(model, values))
+        told = f"{command} needs {error.name}, which is not installed: pip install 'pilotfish[serve]'"
+        raise OptionError(told) from None
 
 
 @main.command()
@@ -256,7 +281,11 @@ def _drafting(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _params(values: Mapping[str, Any]) -> SamplingParams:
-    return flags.pick(SamplingParams, values, **_SAMPLING_DEFAULTS)
+    given = flags.given(values)
+    names = {spec.metadata.get("flag", spec.name): spec.name for spec in fields(StructuredOutputsParams)}
+    wish = {name: given[flag] for flag, name in names.items() if given.get(flag)}
+    wanted = StructuredOutputsParams(**wish) if wish else None
+    return flags.pick(SamplingParams, values, structured_outputs=wanted, **_SAMPLING_DEFAULTS)
 
 
 def _print_json(llm: Any, prompt: Any, params: SamplingParams, reference: str | None) -> None:

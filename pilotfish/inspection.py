@@ -20,7 +20,7 @@ from .models.load import Loaded, LoadOptions, load
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Sizes in bytes. weights: their format. bitwise: whether a row's logits are the same in any batch. drafters: per
-    method None if it works, else why not."""
+    method None if it works, else why not. described: what those that work say of themselves, if anything."""
 
     name: str
     architecture: str
@@ -38,6 +38,7 @@ class Facts:
     kv_pool_bytes: int
     chat_template: bool
     drafters: Mapping[str, str | None]
+    described: Mapping[str, str]
 
     def show(self) -> None:
         """Print for people."""
@@ -56,7 +57,8 @@ class Facts:
             click.echo(f"{name:17}{value}")
         click.echo("what can draft for it:")
         for method, reason in self.drafters.items():
-            click.echo(f"  {'yes' if reason is None else 'no ':4} {method:13}{'' if reason is None else reason}")
+            about = self.described.get(method, "") if reason is None else reason
+            click.echo(f"  {'yes' if reason is None else 'no ':4} {method:13}{about}".rstrip())
 
 
 def inspect(model: str, load_options: LoadOptions, engine: EngineOptions, config: Mapping[str, Any]) -> Facts:
@@ -65,6 +67,7 @@ def inspect(model: str, load_options: LoadOptions, engine: EngineOptions, config
     info = loaded.model.info
     length = min(engine.max_model_len or info.context, info.context)
     per_token = bytes_per_token(info)
+    found = {method: attempt(method, loaded, engine, length, config) for method in registry.methods()}
     return Facts(
         name=info.name,
         architecture=info.architecture,
@@ -81,12 +84,20 @@ def inspect(model: str, load_options: LoadOptions, engine: EngineOptions, config
         kv_bytes_full_context=per_token * length,
         kv_pool_bytes=per_token * size_pool(info, engine, length) * engine.block_size,
         chat_template=bool(loaded.tokenizer and loaded.tokenizer.hf.chat_template),
-        drafters={method: obstacle(method, loaded, engine, length, config) for method in registry.methods()},
+        drafters={method: reason for method, (reason, _) in found.items()},
+        described={method: about for method, (_, about) in found.items() if about},
     )
 
 
 def obstacle(method: str, loaded: Loaded, engine: EngineOptions, length: int, config: Mapping[str, Any]) -> str | None:
     """Why this method cannot draft for this model, or None."""
+    return attempt(method, loaded, engine, length, config)[0]
+
+
+def attempt(
+    method: str, loaded: Loaded, engine: EngineOptions, length: int, config: Mapping[str, Any]
+) -> tuple[str | None, str]:
+    """Why this method cannot draft for this model, or None; and if it can, what it says of itself."""
     setting = Setting(
         target=loaded.model.info,
         model=loaded.model,
@@ -100,10 +111,10 @@ def obstacle(method: str, loaded: Loaded, engine: EngineOptions, length: int, co
         device=loaded.model.info.device,
     )
     try:
-        registry.parse({**registry.known_to(method, config), "method": method}).build(setting)
+        drafter = registry.parse({**registry.known_to(method, config), "method": method}).build(setting)
     except UserError as error:
-        return str(error)
-    return None
+        return str(error), ""
+    return None, drafter.describe()
 
 
 def _size(num_bytes: float) -> str:

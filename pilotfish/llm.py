@@ -191,8 +191,14 @@ class LLM:
         """Answer a conversation (``[{"role": "user", "content": ...}, ...]``) through the model's chat template."""
         return self.generate([self.chat_prompt(messages)], params)[0]
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins."""
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins.
+
+        tools: that the model may call, as JSON schemas in OpenAI's form. Raises ModelError if the chat template knows
+        no tools.
+        """
         if self.tokenizer is None:
             raise PromptError("chat needs a tokenizer")
         fine = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
@@ -200,7 +206,7 @@ class LLM:
             if not fine or not isinstance(one, Mapping) or not {"role", "content"} <= one.keys():
                 example = '[{"role": "user", "content": "Hello"}]'
                 raise PromptError(f"messages are a list such as {example}, not {one!r}")
-        return self.tokenizer.chat([dict(message) for message in messages])
+        return self.tokenizer.chat([dict(message) for message in messages], tools)
 
     def describe(self) -> str:
         """The start-up line: model, method, K and what drafting is expected to gain, acceptance rule."""
@@ -302,7 +308,7 @@ def completion(request: Request, index: int = 0) -> Completion:
         text=request.text,
         token_ids=tuple(request.output),
         finish_reason=str(request.finish),
-        usage=Usage(request.num_prompt, request.num_output),
+        usage=Usage(request.num_read, request.num_output),
         speculative_decoding=request.stats.report(),
         logprobs=tuple(request.logprobs) if request.params.logprobs is not None else None,
         stop_reason=request.stop_reason,

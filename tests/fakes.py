@@ -9,12 +9,14 @@ assertion, and nothing has to be trained.
 import itertools
 import math
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pilotfish.decoding.noise import race
+from pilotfish.decoding.paths import join, split
 from pilotfish.decoding.sampling import SamplingParams, process, warp
 from pilotfish.drafters.base import Drafter, Setting
 from pilotfish.drafters.none import NoDrafter
@@ -95,7 +97,8 @@ class TableModel:
         for span in batch.spans:
             read = _reader(span, held)
             while span.start <= row < span.stop:
-                rows.append(self.logits_of(read(row), whole=len(running) == len(self.info.layers)))
+                text = [*self.before(span, cache), *read(row)]
+                rows.append(self.logits_of(text, whole=len(running) == len(self.info.layers)))
                 row = next(wanted, -1)
         logits_NV = torch.stack(rows) if rows else torch.empty(0, self.info.vocab_size, dtype=torch.float64)
         states_TH = torch.stack([batch.tokens_T, batch.positions_T], 1).double()
@@ -116,6 +119,39 @@ class TableModel:
     def law(self, text: Sequence[int], temperature: float = 1.0) -> Tensor:
         """The exact law [V] of the next token."""
         return torch.softmax(self.logits_of(text) / temperature, 0)
+
+    def before(self, span: Span, cache: KVCache) -> tuple[int, ...]:
+        """What stands before a sequence's text, if anything."""
+        return ()
+
+
+class SourcedTable(TableModel):
+    """An encoder-decoder: what comes next depends on the whole source too, which turns the table's lines around.
+
+    Its text begins with token 0. ``logits_of`` takes paths, as in `pilotfish.decoding.paths`.
+    """
+
+    def __init__(self, num_ids: int = 16, **options: Any):
+        super().__init__(num_ids, **options)
+        self.info = replace(self.info, source_context=self.info.context, decoder_prompt=(0,))
+
+    def before(self, span: Span, cache: KVCache) -> tuple[int, ...]:
+        source = cache.reading(span.feed.sequence, lambda source: source)
+        return join(source, ())
+
+    def logits_of(self, text: Sequence[int], *, whole: bool = True) -> Tensor:
+        source, tokens = split(text)
+        assert source, "a row whose source was lost"
+        turn = sum((place + 1) * (token + 1) for place, token in enumerate(source))
+        return super().logits_of(tokens, whole=whole).roll(turn % self.info.vocab_size)
+
+    def after(self, source: Sequence[int], text: Sequence[int]) -> Tensor:
+        """The logits [V] behind a text written from this source."""
+        return self.logits_of(join(source, text))
+
+    def joint_law(self, source: Sequence[int], num_tokens: int) -> dict[tuple[int, ...], float]:
+        """The exact law of a text's first tokens together."""
+        return joint_law(self, join(source, self.info.decoder_prompt), num_tokens)
 
 
 def _reader(span: Span, rows: Sequence[tuple[list[float], list[float]]]) -> Callable[[int], list[int]]:
@@ -148,6 +184,7 @@ class ByteTokenizer(Tokenizer):
         self.__dict__["vocabulary"] = {f"byte{first_byte + i}": i for i in range(num_ids - 1)} | {"<eos>": self.eos}
         self.__dict__["spelt"] = frozenset(range(num_ids - 1))
         self.__dict__["byte_tokens"] = frozenset()
+        self.__dict__["token_bytes"] = {i: bytes([first_byte + i]) for i in range(num_ids - 1)}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [byte - self.first_byte for byte in text.encode()]
@@ -155,8 +192,23 @@ class ByteTokenizer(Tokenizer):
     def text(self, ids: list[int]) -> str:
         return bytes(self.first_byte + token for token in ids).decode(errors="replace")
 
-    def chat(self, messages: Sequence[Any]) -> list[int]:
-        return self.encode("".join(f"[{message['role']}]{message['content']}\n" for message in messages))
+    def for_grammars(self) -> Any:
+        import llguidance
+
+        this = self
+
+        class Wrapped:
+            eos_token_id, bos_token_id, special_token_ids = this.eos, None, (this.eos,)
+            tokens = (*(bytes([this.first_byte + i]) for i in range(this.num_bytes)), b"<eos>")
+
+            def __call__(self, text: Any) -> list[int]:
+                return [byte - this.first_byte for byte in (text.encode() if isinstance(text, str) else text)]
+
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Wrapped()))
+
+    def chat(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> list[int]:
+        names = "".join(f"({tool['function']['name']})" for tool in tools or ())
+        return self.encode(names + "".join(f"[{message['role']}]{message['content']}\n" for message in messages))
 
 
 # -- oracles: the target's own text, from logits alone, without engine, cache or drafts ------------------------------

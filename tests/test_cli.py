@@ -212,6 +212,20 @@ def test_an_interrupt_of_json_gives_what_there_is(model: str, monkeypatch: pytes
     assert [(len(answer["token_ids"]), answer["finish_reason"]) for answer in answers] == [(3, "abort")] * 2
 
 
+def test_a_text_of_a_given_form(model: str) -> None:
+    words = ["generate", "abc", "-m", model, "--max-tokens", "8", "--json"]
+    for flag, fits in (
+        (["--guided-choice", "fish", "--guided-choice", "shark"], {"fish", "shark"}),
+        (["--guided-regex", "a{3}"], {"aaa"}),
+        (["--guided-json", '{"enum": [12]}'], {"12"}),
+        (["--guided-grammar", 'start: "x" "y"'], {"xy"}),
+    ):
+        answer = json.loads(run(*words, *flag).stdout)
+        assert answer["text"] in fits and answer["finish_reason"] == "stop"
+    result = run(*words, "--guided-regex", "a", "--guided-json-object")
+    assert result.exit_code == 2 and "not json_object and regex" in result.stderr
+
+
 def test_chat_remembers_what_was_said(model: str) -> None:
     words = ["chat", "-m", model, "--max-tokens", "4"]
     result = CliRunner().invoke(main, words, input="abc\nabc\n\n", catch_exceptions=False)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..decoding.noise import exponentials
+from ..decoding.paths import split
 from ..decoding.sampling import SamplingParams, warp
 from ..models.base import CausalLM
 from ..paged.batch import Feed, lay_out
@@ -27,9 +28,10 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
 
 
-def margin(model: CausalLM, prefix: Sequence[int], preferred: int, other: int, params: SamplingParams) -> float:
-    """How far ahead of ``other`` the target sees ``preferred`` after this prefix (prompt and common output)."""
-    logits_V = next_logits(model, prefix)
+def margin(model: CausalLM, path: Sequence[int], preferred: int, other: int, params: SamplingParams) -> float:
+    """How far ahead of ``other`` the target sees ``preferred`` after this path (prompt and common output)."""
+    source, prefix = split(path)
+    logits_V = next_logits(model, prefix, source)
     if params.greedy:
         return float(logits_V[preferred]) - float(logits_V[other])
     assert params.seed is not None, "without a seed two samples have nothing to do with each other"
@@ -38,10 +40,10 @@ def margin(model: CausalLM, prefix: Sequence[int], preferred: int, other: int, p
     return float(scores_V[preferred]) - float(scores_V[other])
 
 
-def next_logits(model: CausalLM, prefix: Sequence[int]) -> Tensor:
-    """The target's logits [V] after a prefix, with a cache of their own."""
+def next_logits(model: CausalLM, prefix: Sequence[int], source: Sequence[int] = ()) -> Tensor:
+    """The target's logits [V] after a prefix (of what it makes of a source), with a cache of their own."""
     cache = model.new_cache(len(prefix) // 16 + 1, 16)
-    cache.open("prefix", prefix)
+    cache.open("prefix", prefix, source)
     reserved = cache.reserve("prefix", len(prefix))
     assert reserved
     for start in range(0, len(prefix), _CHUNK):

@@ -62,10 +62,11 @@ class Subset:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """ids: the last one is only ever guessed. num_judged: places, counted from the end."""
+    """ids: the last one is only ever guessed. num_judged: places, from the end. source: what an encoder reads."""
 
     ids: list[int]
     num_judged: int
+    source: tuple[int, ...] = ()
 
 
 class Trial:
@@ -93,7 +94,7 @@ class Trial:
         cache = self.model.new_cache(len(self.texts), pages)
         cache.prefix_sharing = False
         for number, text in enumerate(self.texts):
-            cache.open(str(number), text.ids)
+            cache.open(str(number), text.ids, text.source)
             cache.reserve(str(number), len(text.ids))
         return cache
 
@@ -177,16 +178,18 @@ def _judged(skipped: tuple[int, ...], acceptance: float, cost: float, verify: Se
 def _own_texts(options: TuneOptions, target: Loaded, engine: EngineOptions) -> list[_Text]:
     """Prompts with the target's answers, as many as have _ROWS places together."""
     llm = LLM.from_model(target, max_model_len=engine.max_model_len, max_num_batched_tokens=2048)
-    context = llm.engine.max_length
+    info = target.model.info
+    longest = info.source_context or llm.engine.max_length - 1
     prompts = [ids for ids in (one.ids(target.tokenizer) for one in read_prompts(options.prompts, options.limit))
-               if 0 < len(ids) < context]  # fmt: skip
+               if 0 < len(ids) <= longest]  # fmt: skip
     params = SamplingParams(temperature=options.temperature, max_tokens=_NEW_TOKENS, seed=options.seed or 0)
     texts: list[_Text] = []
     for ids, answer in zip(prompts, llm.generate(prompts, params), strict=True):
-        text = [*ids, *answer.token_ids][-_LONGEST:]
+        source, beginning = info.opening(ids)
+        text = [*beginning, *answer.token_ids][-_LONGEST:]
         num_judged = min(len(answer.token_ids), len(text) - 1, _ROWS - sum(one.num_judged for one in texts))
         if num_judged > 0:
-            texts.append(_Text(text, num_judged))
+            texts.append(_Text(text, num_judged, source))
     if not texts:
         raise OptionError("none of the prompts fits the target's context, so there is no text to judge layers on")
     return texts

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..decoding.paths import join
 from ..decoding.request import Request
 from ..decoding.sampling import SamplingParams
 from ..drafters.draft_model import DraftModelOptions
@@ -100,7 +101,8 @@ def _prepare(
     prompts = read_prompts(options.prompts, options.limit)
     ids = [prompt.ids(target.tokenizer) for prompt in prompts]
     context = min(engine.max_model_len or target.model.info.context, target.model.info.context)
-    for prompt, own in zip(prompts, ids, strict=True):
+    beginnings = [target.model.info.opening(own)[1] for own in ids]
+    for prompt, own in zip(prompts, beginnings, strict=True):
         if len(own) + options.max_tokens > context:
             raise PromptError(
                 f"{prompt.name} has {len(own)} tokens, which with max_tokens {options.max_tokens} is more than the "
@@ -110,7 +112,7 @@ def _prepare(
         engine,
         max_num_seqs=options.concurrency,
         max_num_batched_tokens=max(engine.max_num_batched_tokens, options.concurrency),
-        max_model_len=max(map(len, ids)) + options.max_tokens,
+        max_model_len=max(map(len, beginnings)) + options.max_tokens,
         enable_prefix_caching=False,
     )
     variants, configs = _variants(options, target, speculations, bounded)
@@ -292,6 +294,6 @@ def _agreement(work: _Work) -> dict[int, dict[int, Divergence | None]]:
 def _divergence(work: _Work, prompt: int, at: int, plain: Sequence[int], output: Sequence[int]) -> Divergence:
     apart = None
     if at < min(len(plain), len(output)):
-        prefix = [*work.ids[prompt], *plain[:at]]
+        prefix = join(*work.target.model.info.opening(work.ids[prompt])) + tuple(plain[:at])
         apart = margin(work.target.model, prefix, plain[at], output[at], work.params)
     return Divergence(work.prompts[prompt].name, at, apart)

@@ -108,7 +108,7 @@ def with_frequent_tokens(
         has_lists = "draft_vocabulary" in registry.known_to(str(config["method"]), {"draft_vocabulary": ""})
         if has_lists and "draft_vocabulary" not in config and config.get("draft_vocab_size", LISTED) < num_ids:
             more.append({**config, "draft_vocabulary": str(path)})
-    if not more:
+    if not more or target.model.info.encoder_decoder:  # what is counted is one text, not what is said to a source
         return []
     prompts, apart = prompts_to_count(options)
     frequencies = count_own_text(target, prompts, options, engine)

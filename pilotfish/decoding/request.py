@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from ..errors import PilotfishError
 from .draft import Draft
+from .grammar import Constraint
 from .sampling import SamplingParams
 from .verify import Rule, Verdict
 
@@ -108,11 +110,15 @@ class Step:
 class Request:
     """One completion. Built by the engine; everything that changes, changes in `advance` and `finish_with`.
 
+    prompt: what the text begins with; of an encoder-decoder model, the decoder's text. source: what its encoder reads,
+        empty for a decoder-only model.
     max_length: prompt and output together never exceed it (the context). stop_ids: ids that end the text.
     text_stream: None if there is no tokenizer; then stop strings cannot be used.
     reference: extra text to copy from (OpenAI's predicted outputs), as ids; drafters may read it.
+    constraint: what the output must look like, in the state after the last token. None: anything goes.
     num_guessed: how many of the last tokens are only guessed and may be taken back. Never any in the engine's own
         requests: it is how a drafter that is itself sped up by a drafter shows that one how far it has come.
+    traced: somebody wants to see the drafts; it changes nothing else.
     """
 
     id: str
@@ -124,7 +130,10 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     text_stream: TextStream | None = None
     reference: tuple[int, ...] = ()
+    constraint: Constraint | None = None
+    source: tuple[int, ...] = ()
     num_guessed: int = 0
+    traced: bool = False
     tokens: list[int] = field(init=False)
     text: str = ""
     finish: FinishReason | None = None
@@ -141,6 +150,11 @@ class Request:
     @property
     def num_prompt(self) -> int:
         return len(self.prompt)
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that the caller's prompt came to: the source's, where there is one."""
+        return len(self.source) or self.num_prompt
 
     @property
     def output(self) -> list[int]:
@@ -205,21 +219,30 @@ class Request:
             self.finish = FinishReason.STOP
             self.stop_reason = token if token in self.params.stop_token_ids else None
             return self._release(self.text_stream.flush() if self.text_stream else "")
+        last = self._limit_at(token)
         if self.text_stream is None:
-            if self.room <= 0:
-                self.finish = FinishReason.LENGTH
+            self.finish = last
             return ""
         fresh = self.text_stream.feed(token)
-        last = self.room <= 0
         if last:
             fresh += self.text_stream.flush()
-        cut = self._stop_string_in(fresh)
+        cut = None if last is FinishReason.ERROR else self._stop_string_in(fresh)
         if cut is not None:
             return cut
         if last:
-            self.finish = FinishReason.LENGTH
+            self.finish = last
             return self._release(fresh)
         return self._hold(fresh)
+
+    def _limit_at(self, token: int) -> FinishReason | None:
+        """Why no token may follow this one: the grammar has come to its end, or there is no room."""
+        try:
+            if self.constraint is not None and self.constraint.advance(token):
+                return FinishReason.STOP
+        except PilotfishError as error:
+            self.error = str(error)
+            return FinishReason.ERROR
+        return FinishReason.LENGTH if self.room <= 0 else None
 
     def _stop_string_in(self, fresh: str) -> str | None:
         """If a stop string is complete now, end there: the text up to the earliest one. Text before it is final."""

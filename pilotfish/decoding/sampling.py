@@ -4,8 +4,8 @@ One `warp` serves target, draft and bonus rows alike, so p and q are shaped by t
 type. It does not know which row belongs to whom; a row's context is passed in. The one trick: every step treats a
 row on its own (softmax instead of sums over blocks), so a row's law cannot depend on how many rows came with it.
 
-Order, as in vLLM: logit_bias, min_tokens, penalties | temperature, min_p, top_k, top_p. Left of the bar is `process`,
-all that greedy decoding needs.
+Order, as in vLLM: grammar, logit_bias, min_tokens, penalties | temperature, min_p, top_k, top_p. Left of the bar is
+`process`, all that greedy decoding needs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import OptionError
 from ..lazily import torch
+from .grammar import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +52,7 @@ class SamplingParams:
     logprobs: int | None = field(default=None, metadata={"help": "also the n likeliest tokens' log-probabilities"})
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     n: int = field(default=1, metadata={"help": "this many independent completions"})
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -88,6 +90,9 @@ class SamplingParams:
             _token("stop_token_ids", token)
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise OptionError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            found = repr(self.structured_outputs)
+            raise OptionError(f"structured_outputs must be StructuredOutputsParams(...), not {found}")
         for token, bias in (self.logit_bias or {}).items():
             _token("logit_bias", token)
             if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
@@ -142,13 +147,17 @@ def process(
     prompt: Sequence[int] = (),
     outputs: Sequence[Sequence[int]] = (),
     stop_ids: Set[int] = frozenset(),
+    allowed_NV: Tensor | None = None,
 ) -> Tensor:
     """Logits after bias, min_tokens and penalties, float32 or better, [N, V]; the input is left alone.
 
     outputs: per row the new tokens before it (accepted drafts of *that row* included); read only if
     ``params.processed``. stop_ids: what min_tokens forbids. Ids beyond V are ignored: a draft head may be smaller.
+    allowed_NV: bool, what a grammar allows in each row; None: everything.
     """
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    if allowed_NV is not None:
+        logits_NV = logits_NV.masked_fill(~allowed_NV.to(logits_NV.device), -math.inf)
     if not params.processed:
         return logits_NV
     assert len(outputs) == len(logits_NV), "one context per row"
@@ -187,6 +196,7 @@ def warp(
     prompt: Sequence[int] = (),
     outputs: Sequence[Sequence[int]] = (),
     stop_ids: Set[int] = frozenset(),
+    allowed_NV: Tensor | None = None,
 ) -> Tensor:
     """The laws that are sampled from, [N, V], float32 (float64 for float64 logits), each row summing to 1.
 
@@ -194,7 +204,7 @@ def warp(
     0 is not a law but an argmax: callers take it from `process`.
     """
     assert not params.greedy, "greedy decoding needs no law"
-    logits_NV = process(logits_NV, params, prompt, outputs, stop_ids)
+    logits_NV = process(logits_NV, params, prompt, outputs, stop_ids, allowed_NV)
     if params.temperature != 1:
         # From the largest down: so no temperature, however small, overflows. One that this float type would round to
         # 0 or infinity says the same as the nearest that it has.

@@ -59,6 +59,7 @@ class Drafter(ABC):
 
     Options: ClassVar[type[Any]] = NoOptions
     trees: bool = False  # whether drafts may branch
+    encoder_decoder: bool = True  # whether it can draft for encoder-decoder targets too
     cost_grows: bool = False  # whether longer drafts take longer; asked where drafts carry chances: most are look-ups
     taps: Sequence[int] = ()  # target layers whose hidden states `observe` wants
 

@@ -2,7 +2,8 @@
 
 It does not know the target. It has a paged cache of its own, of the same class, and batches over requests. The one
 trick: it has no phases. It remembers which tokens' rows lie in its cache, and a pass feeds what the text has beyond
-them, be that a prompt, the replacement of a rejected tail, or the token it has just chosen.
+them, be that a prompt, the replacement of a rejected tail, or the token it has just chosen. What its text is, and what
+its choices mean, is its wording: it may have another vocabulary than the target (see `wording`).
 
     its cache   [ committed: the settled text | scratch: its own guesses, as far as they were fed ]
                                       length ─^   those that turn out right are committed next time
@@ -19,18 +20,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..decoding.draft import EMPTY, Draft
 from ..decoding.request import Request
 from ..errors import DraftError, OptionError
-from ..lazily import torch
 from ..models import vocabulary
 from ..models.options import bits_of
 from ..models.tokenizer import mismatch
 from ..paged.batch import Feed, lay_out
 from .base import Drafter, Setting
-from .drawing import Reduced, Run, extend
+from .drawing import Run, extend
+from .wording import Reading, SameTokens, Scheme, between
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..models.base import CausalLM, ModelInfo
+    from ..models.load import Loaded
+    from ..models.tokenizer import Tokenizer
+    from .wording import Wording
 
 LISTED = 32768  # tokens drafted, if a list is given and no number
 
@@ -62,6 +66,13 @@ class DraftModelOptions:
         default=None,
         metadata={"help": f"draft so many tokens only: those of the list ({LISTED} if unset), then the lowest ids"},
     )
+    vocabulary_scheme: Scheme = field(
+        default="auto",
+        metadata={
+            "help": "a draft with another vocabulary drafts what both share (intersection) or text, tokenised anew; "
+            "auto: text where they share too little"
+        },
+    )
 
     def __post_init__(self) -> None:
         quantised = self.quantization != "auto" and bits_of(self.quantization) > 0
@@ -70,6 +81,10 @@ class DraftModelOptions:
         if self.draft_sample_method not in ("probabilistic", "greedy"):
             raise OptionError(
                 f"draft_sample_method must be 'probabilistic' or 'greedy', not {self.draft_sample_method!r}"
+            )
+        if self.vocabulary_scheme not in ("auto", "intersection", "text"):
+            raise OptionError(
+                f"vocabulary_scheme must be 'auto', 'intersection' or 'text', not {self.vocabulary_scheme!r}"
             )
         longest = self.max_model_len
         if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
@@ -87,29 +102,23 @@ class DraftModelOptions:
         return "int8" if target.quantization == "int8" else "int4" if target.quantization == "int4" else "none"
 
 
-@dataclass(slots=True, kw_only=True)
-class _Run(Run):
-    """num_rows: how many of the text's first tokens have a row in the cache."""
-
-    num_rows: int
-
-    @property
-    def text(self) -> list[int]:
-        return self.request.tokens + self.tokens
-
-
 class DraftModelDrafter(Drafter):
-    """num_passes: of the draft model, so far."""
+    """tokenizer: the draft model's, if its vocabulary is not the target's. num_passes: of the draft model, so far."""
 
     Options = DraftModelOptions
 
-    def __init__(self, model: CausalLM, setting: Setting, options: DraftModelOptions | None = None):
+    def __init__(
+        self,
+        model: CausalLM,
+        setting: Setting,
+        options: DraftModelOptions | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):
         self.options = options or DraftModelOptions()
-        ids = drafted_ids(self.options, model.info, setting)
-        self.model = model if ids is None else vocabulary.with_head(model, ids)
-        self.reduced = (
-            None if ids is None else Reduced(torch.tensor(ids, device=model.info.device), setting.target.vocab_size)
-        )
+        _refuse_other_kind(model.info, setting.target)
+        self.wording = self._words(model.info, setting, tokenizer)
+        rows, self.reduced = self.wording.rows, self.wording.reduced
+        self.model = model if rows is None else vocabulary.with_head(model, rows)
         self.num_target_ids, self.device = setting.target.vocab_size, setting.target.device
         self.max_rows = setting.max_rows
         self.context = min(model.info.context, self.options.max_model_len or model.info.context)
@@ -120,12 +129,20 @@ class DraftModelDrafter(Drafter):
 
     @classmethod
     def build(cls, options: Any, setting: Setting) -> DraftModelDrafter:
-        return cls(load_draft(options, setting, "draft_model"), setting, options)
+        loaded = load_draft(options, setting, "draft_model")
+        return cls(loaded.model, setting, options, loaded.tokenizer)
+
+    def _words(self, draft: ModelInfo, setting: Setting, tokenizer: Tokenizer | None) -> Wording:
+        if tokenizer is not None:
+            ids = drafted_ids(self.options, setting.target.vocab_size, setting)
+            return between(tokenizer, draft, setting, self.options.vocabulary_scheme, ids)
+        ids = drafted_ids(self.options, min(draft.vocab_size, setting.target.vocab_size), setting)
+        return SameTokens(draft, setting.target, ids)
 
     def describe(self) -> str:
         name = self.model.info.name
-        if self.reduced is None:
-            return name
+        if (about := self.wording.describe()) or self.reduced is None:
+            return f"{name}, {about}" if about else name
         which = "the lowest" if self.options.draft_vocabulary is None else "the most frequent"
         return f"{name}, {which} {len(self.reduced.ids_M)} of {self.num_target_ids} tokens"
 
@@ -138,51 +155,45 @@ class DraftModelDrafter(Drafter):
         for run in runs:
             if run is not None:
                 length = self.cache.length(run.request.id)
-                self._scratch[run.request.id] = run.text[length : run.num_rows]
+                self._scratch[run.request.id] = run.ids[length : run.num_rows]
         return [EMPTY if run is None else run.draft(self.num_target_ids, self.device) for run in runs]
 
     def release(self, request: Request) -> None:
         self._close(request.id)
+        self.wording.release(request)
 
     def guess(self, runs: Sequence[Run]) -> list[Sequence[int]]:
         """What each run will choose next, fewer tokens than it has left; here nobody knows."""
         return [()] * len(runs)
 
-    def _begin(self, request: Request, limit: int, wanted: Sequence[Request]) -> _Run | None:
+    def _begin(self, request: Request, limit: int, wanted: Sequence[Request]) -> Reading | None:
         """Open or find the request's sequence and make room; None if this request cannot be drafted for now."""
-        length = len(request.tokens)
-        limit = min(limit, self.context - length)  # the last guess is never fed
-        if limit < 1 or not self._reads(request):
+        if len(request.source) > (self.model.info.source_context or 0):
             return None
+        past = self.cache.length(request.id) if request.id in self.cache else 0
+        probabilistic = self.options.draft_sample_method == "probabilistic"
+        run = self.wording.begin(request, limit, probabilistic, past)
+        if run is None or run.num_text >= self.context:
+            return None
+        run.limit = min(limit, self.context - run.num_text)  # the last guess is never fed
         if request.id not in self.cache:
-            self.cache.open(request.id, request.tokens[: request.num_settled])  # what it finds there is committed
-        num_rows = self._keep_scratch(request)
-        behind = length + limit - 1 - self.cache.length(request.id)
+            self.cache.open(request.id, run.ids[: run.num_fixed + 1], request.source)  # what it finds is committed
+        self._keep_scratch(run)
+        behind = run.num_text + run.limit - 1 - self.cache.length(request.id)
         if not self.cache.reserve(request.id, behind):
             self._close_idle(wanted)
             if not self.cache.reserve(request.id, behind):
                 return None
-        probabilistic = self.options.draft_sample_method == "probabilistic"
-        return _Run(request, limit, probabilistic, num_rows=num_rows)
+        return run
 
-    def _keep_scratch(self, request: Request) -> int:
+    def _keep_scratch(self, run: Reading) -> None:
         """Rows that are there already: the committed ones, and of the scratch those that the text bears out."""
-        past, tokens = self.cache.length(request.id), request.tokens
-        num_rows = past
-        for token in self._scratch.pop(request.id, ()):
-            if num_rows == len(tokens) - 1 or tokens[num_rows] != token:  # the last one is fed: its logits are wanted
-                break
-            num_rows += 1
-        self._commit(request, num_rows)
-        return num_rows
-
-    def _reads(self, request: Request) -> bool:
-        """Whether the draft model has a row for every id of the text; its table may be shorter than the target's."""
-        num_ids = self.model.info.vocab_size
-        if num_ids >= self.num_target_ids:
-            return True
-        unread = request.tokens[self.cache.length(request.id) if request.id in self.cache else 0 :]
-        return max(unread) < num_ids
+        run.num_rows = self.cache.length(run.request.id)
+        for token in self._scratch.pop(run.request.id, ()):
+            if run.num_rows == run.num_text - 1 or run.ids[run.num_rows] != token:
+                break  # also before the last one: it is fed, for its logits are wanted
+            run.num_rows += 1
+        self._commit(run)
 
     def _close(self, sequence: str) -> None:
         self.cache.release(sequence)
@@ -193,20 +204,20 @@ class DraftModelDrafter(Drafter):
         for sequence in [name for name in self.cache.sequences if name not in keep]:
             self._close(sequence)
 
-    def _advance(self, runs: Sequence[_Run]) -> None:
+    def _advance(self, runs: Sequence[Reading]) -> None:
         """One pass of at most max_rows rows. Runs whose text is read to its end choose; the others get on reading."""
         feeds: list[Feed] = []
-        choosing: list[_Run] = []
+        choosing: list[Reading] = []
         guesses: list[Sequence[int]] = []
         budget = self.max_rows
         for run, guess in zip(runs, self.guess(runs), strict=True):
-            unread = run.text[run.num_rows : run.num_rows + budget] if budget > 0 else []
+            unread = run.ids[run.num_rows : run.num_rows + budget] if budget > 0 else []
             if not unread:
                 continue
             budget -= len(unread)
             feed = Feed(run.request.id, unread, run.num_rows, 0)
             run.num_rows += len(unread)
-            if run.num_rows == len(run.request.tokens) + len(run.tokens):
+            if run.num_rows == len(run.ids):
                 guess = guess[:budget]
                 budget -= len(guess)
                 feed = Feed(feed.sequence, [*unread, *guess], feed.past, len(guess) + 1)
@@ -215,15 +226,16 @@ class DraftModelDrafter(Drafter):
             feeds.append(feed)
         logits_NV = self._forward(feeds)
         for run in runs:
-            self._commit(run.request, run.num_rows)
+            self._commit(run)
         extend(choosing, guesses, logits_NV, self.reduced)
         for run in choosing:
-            run.num_rows = len(run.request.tokens) + len(run.tokens) - 1  # right guesses have been read
+            run.follow()
+            run.num_rows = len(run.ids) - 1  # right guesses have been read
 
-    def _commit(self, request: Request, num_rows: int) -> None:
+    def _commit(self, run: Reading) -> None:
         """What was read of the settled text stays, but for its last token: this very text may be asked for again."""
-        settled = min(num_rows, request.num_settled - 1)
-        self.cache.commit(request.id, range(settled - self.cache.length(request.id)), request.tokens)
+        length = self.cache.length(run.request.id)
+        self.cache.commit(run.request.id, range(min(run.num_rows, run.num_fixed) - length), run.ids)
 
     def _forward(self, feeds: list[Feed]) -> Tensor:
         self.num_passes += 1
@@ -233,12 +245,11 @@ class DraftModelDrafter(Drafter):
         return logits_NV[:, : self.num_target_ids]  # a table padded further than the target's has no more tokens
 
 
-def drafted_ids(options: DraftModelOptions, draft: ModelInfo, setting: Setting) -> tuple[int, ...] | None:
-    """The target's ids that the draft model may propose, ascending; None: all that it has. Raises OptionError for a
-    file that is no list of tokens, DraftError for one of another vocabulary."""
+def drafted_ids(options: DraftModelOptions, num_ids: int, setting: Setting) -> tuple[int, ...] | None:
+    """The target's ids under ``num_ids`` that the draft model may propose, ascending; None: all. Raises OptionError for
+    a file that is no list of tokens, DraftError for one of another vocabulary."""
     if options.draft_vocabulary is None and options.draft_vocab_size is None:
         return None
-    num_ids = min(draft.vocab_size, setting.target.vocab_size)
     listed = None
     if options.draft_vocabulary is not None:
         path = Path(options.draft_vocabulary).expanduser()
@@ -248,8 +259,19 @@ def drafted_ids(options: DraftModelOptions, draft: ModelInfo, setting: Setting) 
     return ids if len(ids) < num_ids else None
 
 
-def load_draft(options: DraftModelOptions, setting: Setting, method: str) -> CausalLM:
-    """The draft model. Raises DraftError if there is none or if its tokenizer is not the target's."""
+def _refuse_other_kind(draft: ModelInfo, target: ModelInfo) -> None:
+    """Raises DraftError for a decoder-only draft of an encoder-decoder target, and the reverse."""
+    if draft.encoder_decoder != target.encoder_decoder:
+        kinds = {True: "an encoder-decoder", False: "decoder-only"}
+        raise DraftError(
+            f"draft model {draft.name} is {kinds[draft.encoder_decoder]} and {target.name} is "
+            f"{kinds[target.encoder_decoder]}: they do not read the same text; choose a draft of the same kind"
+        )
+
+
+def load_draft(options: DraftModelOptions, setting: Setting, method: str) -> Loaded:
+    """The draft model, and its tokenizer if that is another than the target's; where either has none, their ids are
+    taken to be the same. Raises DraftError if there is no draft model, or none of the target's kind."""
     if options.model is None:
         raise DraftError(f"method {method!r} needs a draft model: give model= (or --draft-model)")
     from ..models.load import Loaded, from_objects, load
@@ -265,12 +287,17 @@ def load_draft(options: DraftModelOptions, setting: Setting, method: str) -> Cau
         if not isinstance(options.model, PreTrainedModel):  # as Hugging Face's assistant_model
             raise DraftError(f"a draft model is given by name, as a folder or loaded, not as {options.model!r}")
         loaded = from_objects(options.model)
-    if setting.tokenizer and loaded.tokenizer and (odd := mismatch(loaded.tokenizer, setting.tokenizer)):
-        raise DraftError(
-            f"draft model {loaded.model.info.name} has another tokenizer than {setting.target.name}: {odd}; "
-            "choose a draft of the same family"
-        )
-    return loaded.model
+    _refuse_other_kind(loaded.model.info, setting.target)
+    if setting.tokenizer is None or loaded.tokenizer is None:
+        if options.vocabulary_scheme != "auto":
+            without = setting.target if setting.tokenizer is None else loaded.model.info
+            raise DraftError(
+                f"vocabulary_scheme {options.vocabulary_scheme!r} compares two vocabularies, and {without.name} came "
+                "without a tokenizer; give it one"
+            )
+        return Loaded(loaded.model, None)
+    differ = mismatch(loaded.tokenizer, setting.tokenizer) is not None
+    return Loaded(loaded.model, loaded.tokenizer if differ else None)
 
 
 def _refuse_head(folder: Path, method: str) -> None:

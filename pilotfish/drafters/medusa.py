@@ -79,6 +79,7 @@ class MedusaDrafter(Drafter):
     """heads: in float32, on the target's device. ends: the target's. paths: the tree; if None, by what is learned."""
 
     Options = MedusaOptions
+    encoder_decoder = False
 
     def __init__(
         self, heads: MedusaHeads, ends: Ends, setting: Setting, paths: Sequence[tuple[int, ...]] | None = None

@@ -82,6 +82,7 @@ class NgramDrafter(Drafter):
         self.options = options or NgramOptions()
         self._own: dict[str, _Index] = {}
         self._reference: dict[str, _Index] = {}
+        self._source: dict[str, _Index] = {}
 
     @classmethod
     def build(cls, options: Any, setting: Setting) -> "NgramDrafter":
@@ -93,6 +94,7 @@ class NgramDrafter(Drafter):
     def release(self, request: Request) -> None:
         self._own.pop(request.id, None)
         self._reference.pop(request.id, None)
+        self._source.pop(request.id, None)
 
     def describe(self) -> str:
         return f"n-grams of {self.options.longest} down to {self.options.shortest} tokens"
@@ -106,8 +108,13 @@ class NgramDrafter(Drafter):
             if request.id not in self._reference:
                 self._reference[request.id] = _Index(low, high)
                 self._reference[request.id].extend(request.reference)
-            # The predicted text is the better guess; the request's own text comes second.
+            # The predicted text is the better guess; the request's own text comes second, an encoder's source last.
             sources.insert(0, (self._reference[request.id], request.reference))
+        if request.source:
+            if request.id not in self._source:
+                self._source[request.id] = _Index(low, high)
+                self._source[request.id].extend(request.source)
+            sources.append((self._source[request.id], request.source))
         for n in range(min(high, len(request.tokens)), low - 1, -1):
             for index, text in sources:
                 place = index.find(request.tokens, n)

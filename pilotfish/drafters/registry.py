@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..decoding.draft import MAX_NODES
-from ..errors import OptionError, unknown_name
+from ..errors import DraftError, OptionError, unknown_name
 from .base import Drafter, Setting
 
 if TYPE_CHECKING:
     from ..decoding.verify import Rule
 
-_NOT_METHODS = {"base", "drawing", "growing", "registry", "shapes", "states"}
+_NOT_METHODS = {"base", "drawing", "growing", "registry", "shapes", "states", "wording"}
 
 # What other libraries call the same thing: (our key, and the method it implies).
 ALIASES = {
@@ -64,7 +64,13 @@ class Speculation:
     options: Any
 
     def build(self, setting: Setting) -> Drafter:
-        return drafter_class(self.method).build(self.options, setting)
+        found = drafter_class(self.method)
+        if setting.target.encoder_decoder and not found.encoder_decoder:
+            raise DraftError(
+                f"method {self.method!r} is for decoder-only targets, and {setting.target.name} is an encoder-decoder "
+                "model; try 'draft_model', 'ngram' or 'suffix'"
+            )
+        return found.build(self.options, setting)
 
 
 def methods() -> list[str]:

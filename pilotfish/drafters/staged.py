@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ..decoding.draft import EMPTY, MAX_NODES, Draft
 from ..decoding.request import Request
 from ..errors import DraftError
+from ..models.tokenizer import mismatch
 from . import registry
 from .base import Drafter, Setting
 from .draft_model import DraftModelDrafter, DraftModelOptions, load_draft
@@ -84,7 +85,16 @@ class StagedDrafter(DraftModelDrafter):
     def build(cls, options: Any, setting: Setting) -> StagedDrafter:
         inner = registry.member(options.inner, "inner")
         limit = int(inner.common.num_speculative_tokens)
-        return cls(load_draft(options, setting, "staged"), inner.build, setting, options, inner_limit=limit)
+        loaded = load_draft(options, setting, "staged")
+        if loaded.tokenizer is not None:
+            assert setting.tokenizer is not None
+            odd = mismatch(loaded.tokenizer, setting.tokenizer)
+            raise DraftError(
+                f"draft model {loaded.model.info.name} has another vocabulary than {setting.target.name} ({odd}), and "
+                "the inner drafter of 'staged' guesses in the target's; use method 'draft_model', or a draft of the "
+                "same family"
+            )
+        return cls(loaded.model, inner.build, setting, options, inner_limit=limit)
 
     def describe(self) -> str:
         return f"{super().describe()}, sped up by {registry.method_of(self.inner)}"

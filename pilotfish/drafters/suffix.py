@@ -191,6 +191,7 @@ class _Answers:
 class _State:
     own: _Text = field(default_factory=_Text)
     reference: _Text | None = None
+    source: _Text | None = None
 
 
 class SuffixDrafter(Drafter):
@@ -242,6 +243,11 @@ class SuffixDrafter(Drafter):
                 state.reference = _Text()
                 state.reference.extend(request.reference)
             matches += state.reference.find(ending, request.reference, _REFERENCE, False)
+        if request.source:
+            if state.source is None:
+                state.source = _Text()
+                state.source.extend(request.source)
+            matches += state.source.find(ending, request.source, _OWN, False)
         if self.answers:
             matches += self.answers.find(ending)
         return matches

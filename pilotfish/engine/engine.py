@@ -14,14 +14,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..decoding.draft import EMPTY, Draft
+from ..decoding.draft import EMPTY, Draft, accepted_nodes
+from ..decoding.grammar import Constraint
 from ..decoding.noise import fold
 from ..decoding.request import FinishReason, Request, Step, TextStream
 from ..decoding.sampling import SamplingParams
 from ..decoding.verify import Rule, Verdict
+from ..drafters import registry
 from ..drafters.base import Drafter, Setting
 from ..errors import CapacityError, OptionError, PilotfishError, PromptError
 from ..models.base import CausalLM
+from ..models.grammars import Grammars
 from ..models.tokenizer import Tokenizer
 from ..paged.batch import lay_out
 from ..paged.cache import KVCache
@@ -36,8 +39,22 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Guess:
+    """A draft as it was judged, for those who want to look at it; a tree as in `Draft`, without laws, which are large.
+
+    method: of the drafter that made it. accepted: the nodes that became text.
+    """
+
+    method: str
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
-    """What one step did for one request; fields as in `Step`. finish: set on a request's last event."""
+    """What one step did for one request; fields as in `Step`. finish: set on a request's last event. guess: its draft,
+    if it had one and the request is `traced`."""
 
     request: Request
     tokens: tuple[int, ...] = ()
@@ -45,6 +62,7 @@ class Event:
     num_drafted: int = 0
     num_accepted: int = 0
     finish: FinishReason | None = None
+    guess: Guess | None = None
 
     @property
     def text(self) -> str:
@@ -79,6 +97,7 @@ class Engine:
             raise OptionError(
                 f"max_model_len {self.max_length} is more than {target.info.name} takes ({target.info.context} tokens)"
             )
+        self.grammars = Grammars(tokenizer, target.info.vocab_size)
         self.cache = self._new_cache(options)
         self.cache.prefix_sharing = options.enable_prefix_caching
         self.drafter = build_drafter(
@@ -129,14 +148,25 @@ class Engine:
         *,
         text_stream: Callable[[], TextStream] | None = None,
         reference: Sequence[int] = (),
+        traced: bool = False,
+        source: Sequence[int] | None = None,
     ) -> list[Request]:
-        """Queue a prompt; returns ``params.n`` requests, one per completion.
+        """Queue a prompt; returns ``params.n`` requests, one per completion. traced: their events shall show drafts.
 
-        Raises PromptError for an empty or too long prompt, CapacityError if the page pool cannot hold it.
+        An encoder-decoder's prompt is what its encoder reads. To have its decoder's text begin with something else than
+        usual, give both: what the encoder reads as ``source``, and that beginning as the prompt.
+
+        Raises PromptError for an empty or too long prompt, CapacityError if the page pool cannot hold it, OptionError
+        for structured output that is no grammar or admits nothing.
         """
+        if source is None:
+            source, prompt = self.target.info.opening(prompt)
+        self._check_source(source)
         self._check_prompt(prompt, params, text_stream)
         self._check_ids("reference", reference)
         seed = self.entropy() if params.seed is None else params.seed
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.target.info.eos_ids)
+        wanted = params.structured_outputs
         requests = []
         for choice in range(params.n):
             self._next_id += 1
@@ -148,10 +178,12 @@ class Engine:
                     seed=fold(seed, choice),
                     rule=self.rule if params.seed is None else "coupled",
                     max_length=self.max_length,
-                    stop_ids=frozenset(params.stop_token_ids)
-                    | (frozenset() if params.ignore_eos else self.target.info.eos_ids),
+                    stop_ids=stop_ids,
+                    constraint=None if wanted is None else Constraint(self.grammars.matcher(wanted), stop_ids),
                     text_stream=text_stream() if text_stream else None,
                     reference=tuple(reference),
+                    source=tuple(source),
+                    traced=traced,
                 )
             )
         for request in requests:
@@ -175,14 +207,16 @@ class Engine:
         plan = self.scheduler.plan()
         if not plan.entries:
             return []
-        drafts = self._draft(plan)
+        drafts, arms = self._draft(plan)
         feeds = [entry.feed(draft) for entry, draft in zip(plan.entries, drafts, strict=True)]
         batch = lay_out(feeds, self.cache, self.target.info.device)
+        reads = not all(self.cache.was_read(feed.sequence) for feed in feeds)  # an encoder's time says nothing of rows
         started = time.perf_counter()
         output = self.target.forward(batch, self.cache, taps=self.drafter.taps)
         ready = [(entry.request, draft) for entry, draft in zip(plan.entries, drafts, strict=True) if entry.caught_up]
         judgements = iter(judge([r for r, _ in ready], [d for _, d in ready], output.logits_NV))
-        self.controller.spent(batch.num_rows, time.perf_counter() - started)
+        if not reads:
+            self.controller.spent(batch.num_rows, time.perf_counter() - started)
         steps = [
             self._advance(entry, draft, next(judgements) if entry.caught_up else None)
             for entry, draft in zip(plan.entries, drafts, strict=True)
@@ -191,11 +225,13 @@ class Engine:
             self.cache.commit(step.request.id, step.kept, step.request.tokens)
         self.controller.learn(steps, drafts)
         self._observe(steps, output.taps)
-        return [self._report(step) for step in steps]
+        return [self._report(step, draft, arm) for step, draft, arm in zip(steps, drafts, arms, strict=True)]
 
-    def _draft(self, plan: Plan) -> list[Draft]:
-        """Ask the drafters in turn. Whatever goes wrong there costs speed, never a request, and is logged."""
+    def _draft(self, plan: Plan) -> tuple[list[Draft], list[int]]:
+        """Ask the drafters in turn; returns a draft per entry, and which arm made it (any, of an empty one). Whatever
+        goes wrong there costs speed, never a request, and is logged."""
         drafts: dict[str, Draft] = {}
+        arms: dict[str, int] = {}
         for arm, (drafter, most) in enumerate(self.arms):
             waiting = [entry for entry in plan.drafting if entry.request.id not in drafts]
             allowed = self.controller.arm_limits(arm, [entry.request for entry in waiting])
@@ -203,13 +239,16 @@ class Engine:
             requests = [entry.request for entry, limit in zip(waiting, limits, strict=True) if limit]
             found = self._ask(arm, drafter, requests, [limit for limit in limits if limit]) if requests else []
             drafts.update({request.id: draft for request, draft in zip(requests, found, strict=True) if len(draft)})
-        return [drafts.get(entry.request.id, EMPTY) for entry in plan.entries]
+            arms = dict.fromkeys(drafts, arm) | arms
+        ids = [entry.request.id for entry in plan.entries]
+        return [drafts.get(own, EMPTY) for own in ids], [arms.get(own, 0) for own in ids]
 
     def _ask(self, arm: int, drafter: Drafter, requests: list[Request], limits: list[int]) -> list[Draft]:
         started = time.perf_counter()
         try:
             proposed = drafter.propose(requests, limits)
             proposed = [self._admissible(draft, limit) for draft, limit in zip(proposed, limits, strict=True)]
+            proposed = [_within_grammar(*pair) for pair in zip(requests, proposed, strict=True)]
         except Exception:
             self.num_failed_drafts += 1
             log.exception("the drafter failed; this step decodes plainly (%d so far)", self.num_failed_drafts)
@@ -271,10 +310,15 @@ class Engine:
         verdict, logprobs = judgement if judgement is not None else (None, [])
         return request.advance(entry.num_trunk, draft, verdict, logprobs)
 
-    def _report(self, step: Step) -> Event:
+    def _report(self, step: Step, draft: Draft, arm: int) -> Event:
         if step.finish:
             self._forget(step.request)
-        return Event(step.request, step.tokens, step.pieces, step.num_drafted, step.num_accepted, step.finish)
+        guess = None
+        if step.request.traced and step.num_drafted:
+            accepted = accepted_nodes(draft, step.tokens[: step.num_accepted])
+            method = registry.method_of(self.arms[arm][0])
+            guess = Guess(method, draft.tokens, draft.parents, frozenset(accepted))
+        return Event(step.request, step.tokens, step.pieces, step.num_drafted, step.num_accepted, step.finish, guess)
 
     # -- small helpers -------------------------------------------------------------------------------------------
 
@@ -304,8 +348,28 @@ class Engine:
         if params.stop and text_stream is None:
             raise OptionError("stop strings need a tokenizer; use stop_token_ids")
 
+    def _check_source(self, source: Sequence[int]) -> None:
+        info = self.target.info
+        if info.source_context is None:
+            if source:
+                raise PromptError(f"{info.name} is a decoder-only model and reads no source")
+            return
+        if len(source) == 0:
+            raise PromptError("the prompt is empty: give at least one token")
+        if len(source) > info.source_context:
+            raise PromptError(
+                f"the prompt has {len(source)} tokens and the encoder of {info.name} takes {info.source_context}; "
+                "shorten the prompt"
+            )
+        self._check_ids("prompt", source)
+
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         num_ids = self.target.info.vocab_size
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < num_ids:
                 raise PromptError(f"{name} token {token!r} is not an id from 0 to {num_ids - 1}")
+
+
+def _within_grammar(request: Request, draft: Draft) -> Draft:
+    """What of a draft the request's grammar admits; `pilotfish.decoding.grammar` says why drawn tokens stay."""
+    return draft if request.constraint is None else request.constraint.cut(draft)

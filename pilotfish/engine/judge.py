@@ -50,13 +50,18 @@ def _match_choices(draft: Draft, choices: Sequence[int]) -> Verdict:
 
 
 def _plainly_greedy(request: Request) -> bool:
-    return request.params.greedy and not request.params.processed and request.params.logprobs is None
+    params = request.params
+    return params.greedy and not params.processed and params.logprobs is None and request.constraint is None
 
 
 def _judge_one(request: Request, draft: Draft, logits_NV: Tensor) -> Judgement | PilotfishError:
     params = request.params
     outputs = request.row_outputs(draft) if params.processed else ()
-    context = (params, request.prompt, outputs, request.stop_ids)
+    try:
+        allowed_NV = None if request.constraint is None else request.constraint.masks(draft)
+    except PilotfishError as error:  # it grew beyond its limits: this request's misfortune alone
+        return PilotfishError(f"request {request.id}: {error}")
+    context = (params, request.prompt, outputs, request.stop_ids, allowed_NV)
     if params.greedy:
         processed_NV = process(logits_NV, *context)
         choices, values = likeliest(processed_NV)

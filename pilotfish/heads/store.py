@@ -2,6 +2,8 @@
 
 It does not know architectures (`formats` does). The one trick: a folder is filled beside its place and renamed when it
 is whole, and says which target it is for; so what is found is complete, and what does not fit is refused by name.
+
+Heads for the demo model come along, in `SHIPPED`; a target that they fit needs to name none.
 """
 
 import contextlib
@@ -27,6 +29,7 @@ from . import fingerprint, formats
 from .eagle3 import Eagle3Head
 from .medusa import MedusaHeads
 
+SHIPPED = Path(__file__).parent / "shipped"  # a folder per method
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _OURS = "pilotfish"  # the key in the config that other programs do not look at
 Head = Eagle3Head | MedusaHeads
@@ -81,9 +84,15 @@ def load_head(folder: str | Path, target: Loaded) -> Head:
 
 
 def load_for(given: Any, model: CausalLM, tokenizer: Tokenizer | None, method: str) -> Head:
-    """What a drafter's option names: a folder, or a head in memory, of which a copy is taken. Raises DraftError."""
+    """What a drafter's option names: a folder, or a head in memory, of which a copy is taken; None: the one that comes
+    along, if it is for this target. Raises DraftError."""
     if given is None:
-        raise DraftError(f"method {method!r} needs a trained head: give model= (or --draft-model), the head's folder")
+        given = shipped(method, Loaded(model, tokenizer))
+        if given is None:
+            raise DraftError(
+                f"method {method!r} needs a trained head: give model= (or --draft-model), the head's folder; "
+                f"`pilotfish train {method}` makes one"
+            )
     if isinstance(given, nn.Module):
         head: Any = copy.deepcopy(given)
     elif isinstance(given, str | Path):
@@ -100,6 +109,18 @@ def load_for(given: Any, model: CausalLM, tokenizer: Tokenizer | None, method: s
             f"{(model.info.hidden_size, model.info.vocab_size)}: train one for it"
         )
     return head  # type: ignore[no-any-return]
+
+
+def shipped(method: str, target: Loaded) -> Path | None:
+    """The folder of the head that comes along for this target; None if there is none."""
+    folder = SHIPPED / method
+    if not (folder / CONFIG).is_file() or target.tokenizer is None:
+        return None
+    try:
+        fingerprint.check(trained_for(read_config(folder)), target, str(folder))
+    except DraftError:
+        return None
+    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -25,6 +25,9 @@ class ModelInfo:
     name: as the user gave it. context: the longest text it takes, in tokens. eos_ids: what ends a text.
     num_bytes: of its weights. quantization: how they are kept (none, int8, int4). bitwise: whether a row's logits are
     the same to the last bit whatever else is in the batch. implementation: hf (transformers' code) or native (ours).
+
+    Of an encoder-decoder model, context and layers are the decoder's. source_context: the longest source its encoder
+    takes, None for a decoder-only model. decoder_prompt: what its decoder begins every text with.
     """
 
     name: str
@@ -40,6 +43,16 @@ class ModelInfo:
     quantization: str = "none"
     bitwise: bool = False
     implementation: str = "hf"
+    source_context: int | None = None
+    decoder_prompt: tuple[int, ...] = ()
+
+    @property
+    def encoder_decoder(self) -> bool:
+        return self.source_context is not None
+
+    def opening(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What a prompt is to this model: the source, for its encoder, and what its decoder's text begins with."""
+        return (tuple(prompt), self.decoder_prompt) if self.encoder_decoder else ((), tuple(prompt))
 
 
 @dataclass(slots=True)
@@ -65,7 +78,8 @@ class Ends:
 
 
 class CausalLM(Protocol):
-    """A decoder-only model."""
+    """A model that says what comes next. An encoder-decoder one reads the sources that the cache knows of its sequences
+    (`KVCache.open`), each once."""
 
     @property
     def info(self) -> ModelInfo:

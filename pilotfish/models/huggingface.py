@@ -249,12 +249,16 @@ def check_against_stock(lm: CausalLM, model: Any) -> None:
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
     lengths = [n + (window if window <= _LONGEST_CHECKED_WINDOW else 0) for n in _CHECK_TOKENS]
     texts = [[(7 * i + 3 * n) % info.vocab_size for i in range(min(n, info.context))] for n in lengths]
+    sources: list[list[int]] = [
+        [(5 * i + n) % info.vocab_size for i in range(min(n - 2, info.source_context or 0))] for n in _CHECK_TOKENS
+    ]
     cache = lm.new_cache(len(texts), max(lengths))
     ours: list[list[Tensor]] = [[] for _ in texts]
     with _explained(info.name, model):
-        stock = [model(input_ids=torch.tensor([text], device=info.device), use_cache=False).logits[0] for text in texts]
-        for number, text in enumerate(texts):
-            cache.open(str(number), text)
+        stock = [model(**_inputs(text, source, info.device), use_cache=False).logits[0]
+                 for text, source in zip(texts, sources, strict=True)]  # fmt: skip
+        for number, (text, source) in enumerate(zip(texts, sources, strict=True)):
+            cache.open(str(number), text, source)
             cache.reserve(str(number), len(text))
         for start, stop in ((0, 4), (4, max(lengths))):
             parts = [text[start:stop] for text in texts]
@@ -271,6 +275,14 @@ def check_against_stock(lm: CausalLM, model: Any) -> None:
             f"{info.name}: {info.architecture} gives other logits with paged attention than without (relative "
             f"difference {error:.1e}, allowed {tolerance:.0e}); it keeps state or masks that cannot be served"
         )
+
+
+def _inputs(text: Sequence[int], source: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """What a stock forward reads; an encoder-decoder's is given the text as its decoder's."""
+    ids_1T = torch.tensor([text], device=device)
+    if not source:
+        return {"input_ids": ids_1T}
+    return {"input_ids": torch.tensor([source], device=device), "decoder_input_ids": ids_1T}
 
 
 def _difference(ours_NV: Tensor, stock_NV: Tensor) -> float:

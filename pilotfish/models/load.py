@@ -43,7 +43,7 @@ def load(
     quantization: Literal["none", "int8", "int4"] = "none",
     model_impl: Literal["auto", "hf", "native"] = "auto",
 ) -> Loaded:
-    """Load a causal LM and its tokenizer. Arguments: see `LoadOptions`.
+    """Load a language model (decoder-only or encoder-decoder) and its tokenizer. Arguments: see `LoadOptions`.
 
     Raises ModelError if it cannot be found, read, or run here.
     """
@@ -74,11 +74,12 @@ def from_objects(model: Any, tokenizer: Any = None, name: str = "") -> Loaded:
     if not isinstance(model, Decoder | QuantizedDecoder):
         from transformers import PreTrainedModel
 
+        from .encdec import EncoderDecoder
         from .huggingface import HuggingFaceLM
 
         if isinstance(model, PreTrainedModel):
-            model = HuggingFaceLM(model, name)
-        elif not isinstance(model, HuggingFaceLM):
+            model = (EncoderDecoder if model.config.is_encoder_decoder else HuggingFaceLM)(model, name)
+        elif not isinstance(model, EncoderDecoder | HuggingFaceLM):
             raise ModelError(f"a loaded transformers model is wanted, not {model!r}; to load one by name use LLM(name)")
     return Loaded(model, None if tokenizer is None else Tokenizer(tokenizer))
 
@@ -121,7 +122,7 @@ def _bare_config(folder: Path) -> dict[str, Any]:
 
 def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str | None) -> Any:
     """The Hugging Face model, on its device."""
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GgufConfig
     from transformers.utils import logging
 
     weights: dict[str, Any] = {} if gguf_file is None else {
@@ -130,7 +131,10 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **weights)
+        kind: Any = AutoModelForCausalLM
+        if gguf_file is None and getattr(AutoConfig.from_pretrained(source), "is_encoder_decoder", False):
+            kind = AutoModelForSeq2SeqLM
+        loaded: Any = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, **weights)
     except Exception as error:  # transformers, safetensors and the hub raise a dozen unrelated kinds
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
     finally:
@@ -144,6 +148,14 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
 
 def _wrap(model: Any, name: str, options: LoadOptions) -> CausalLM:
     """Our decoder for the families that it knows, transformers' code for all others and on demand."""
+    if model.config.is_encoder_decoder:
+        if options.model_impl == "hf":
+            raise ModelError(
+                f"{name} is an encoder-decoder model, whose decoder is always run by our code, not by 'hf'"
+            )
+        from .encdec import EncoderDecoder
+
+        return EncoderDecoder(model, name)
     ours = options.model_impl == "native" or unsupported(model.config.get_text_config()) is None
     if options.model_impl != "hf" and ours:
         return Decoder(model, name)

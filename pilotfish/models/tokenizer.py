@@ -8,7 +8,7 @@ short window and emits what lies beyond the part already sent; the cost of a tok
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError, PromptError
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # importing transformers takes seconds
 
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+_FILLER = re.compile("(?i)unused|reserved|placeholder")
 
 
 class Tokenizer:
@@ -37,24 +38,66 @@ class Tokenizer:
         """The text of these ids. Special tokens, and the ids of padded rows that stand for no token, have no text."""
         return self.text(list(filter(self.spelt.__contains__, ids)))
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The ids of a conversation in the model's own format, up to where the assistant's answer begins."""
-        import jinja2
-
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The ids of a conversation in the model's own format, up to where the assistant's answer begins. tools: that
+        the model shall know of, as JSON schemas in OpenAI's form."""
         if self.hf.chat_template is None:
             raise ModelError(
                 f"the tokenizer {self.hf.name_or_path!r} has no chat template, so it cannot format messages; "
                 "give the prompt as plain text, or use an instruction-tuned model"
             )
+        text = self._format(messages, tools)
+        if tools and text == self._format(messages, None):
+            raise ModelError(
+                f"the chat template of {self.hf.name_or_path!r} knows no tools; leave them out, or use a model "
+                "that was trained to call tools"
+            )
+        # The template has written the special tokens itself.
+        return self.encode(text, add_special_tokens=False)
+
+    def _format(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        import jinja2
+
         try:
             text = self.hf.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                add_generation_prompt=True,
+                tokenize=False,
             )
         except jinja2.TemplateError as error:  # templates refuse roles and orders they do not know
             raise PromptError(f"the model's chat template refuses these messages: {error}") from error
         assert isinstance(text, str)
-        # The template has written the special tokens itself.
-        return self.encode(text, add_special_tokens=False)
+        return text
+
+    def for_grammars(self) -> Any:
+        """The same tokens in llguidance's form; takes some seconds. Raises ModelError for tokenizers it cannot read."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+        from llguidance.hf import from_tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        if not isinstance(self.hf, PreTrainedTokenizerFast):
+            raise ModelError(f"structured output needs a fast tokenizer, and {self.hf.name_or_path!r} has none")
+        try:
+            read = from_tokenizer(self.hf, slices=[])
+        except ValueError as error:
+            raise ModelError(f"llguidance, for structured output, cannot read this tokenizer: {error}") from error
+        spelt = self.spelt
+
+        class Spelt:
+            """llguidance takes all added tokens for special, such as Qwen's <tool_call>, which has a text."""
+
+            eos_token_id, bos_token_id = read.eos_token, None
+            special_token_ids = tuple(token for token in range(read.vocab_size) if token not in spelt)
+            tokens = tuple(read.decode_bytes([token]) for token in range(read.vocab_size))
+
+            def __call__(self, text: str | bytes) -> list[int]:
+                raw = text.encode() if isinstance(text, str) else text
+                return list(read.tokenize_bytes(raw))
+
+        return LLTokenizer(TokenizerWrapper(Spelt()), eos_token=read.eos_tokens)
 
     @functools.cached_property
     def vocabulary(self) -> dict[str, int]:
@@ -73,6 +116,21 @@ class Tokenizer:
     def byte_tokens(self) -> frozenset[int]:
         """The ids of single bytes in SentencePiece vocabularies, spelt like <0x0A>."""
         return frozenset(token for name, token in self.vocabulary.items() if BYTE_TOKEN.fullmatch(name))
+
+    @functools.cached_property
+    def token_bytes(self) -> Mapping[int, bytes]:
+        """What each token that has a text stands for. Raises ModelError where that cannot be told."""
+        from .spelling import token_bytes
+
+        return token_bytes(self)
+
+    @functools.cached_property
+    def leads(self) -> bool:
+        """Whether the first token of a text stands for a space that is not in the text, as in most of SentencePiece.
+        Raises ModelError as `token_bytes`."""
+        from .spelling import leads
+
+        return leads(self)
 
     def text(self, ids: list[int]) -> str:
         """`decode` for ids known to be in `spelt`; saves looking at each of them."""
@@ -138,15 +196,16 @@ def mismatch(draft: Tokenizer, target: Tokenizer) -> str | None:
     """Why the draft's ids do not mean what the target's do, in a sentence; None if they do.
 
     Compares tokens, not sizes: padding and added tokens make tables of one tokenizer differ in length. An id that only
-    one of them knows is no contradiction; it is never drafted, or always rejected. Whether the draft *model* has a row
-    for every id it may have to read is the model's business.
+    one of them knows is no contradiction; it is never drafted, or always rejected. Nor is one that both keep free,
+    under whatever names. Whether the draft *model* has a row for every id it may have to read is the model's business.
     """
     drafts = {token: name for name, token in draft.vocabulary.items()}
     targets = {token: name for name, token in target.vocabulary.items()}
     shared = drafts.keys() & targets.keys()
     if not shared:
         return "the draft and the target have no token id in common"
-    first = min((token for token in shared if drafts[token] != targets[token]), default=None)
+    differing = [token for token in shared if drafts[token] != targets[token]]
+    first = min((t for t in differing if not (_FILLER.search(drafts[t]) and _FILLER.search(targets[t]))), default=None)
     if first is None:
         return None
     return f"token {first} is {targets[first]!r} in the target and {drafts[first]!r} in the draft"

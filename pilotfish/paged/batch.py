@@ -72,6 +72,13 @@ class Span:
             self._masks[window] = self._build_mask(window)
         return self._masks[window]
 
+    def key_positions(self) -> Tensor:
+        """[keys], the place of each key in the text. That of a node which no row of this pass sees means nothing."""
+        keys, trunk_end = self.feed.num_keys, self.feed.past + self.feed.num_trunk
+        if not self.feed.ancestors:
+            return torch.arange(keys, device=self.device)
+        return torch.cat([torch.arange(trunk_end), self._node_positions(trunk_end, keys)]).to(self.device)
+
     def _build_mask(self, window: int | None) -> Tensor | None:
         feed, rows, keys = self.feed, self.stop - self.start, self.feed.num_keys
         outside = window is not None and keys > window

@@ -8,16 +8,23 @@ overwrites the rest.
                     0 ........................... length ^ scratch rows of the running pass ...
 
 Only committed rows of full pages are ever made known for sharing, and such rows are never written again.
+
+Of an encoder-decoder model these are the decoder's rows. A sequence then has a source; what the model made of it (the
+keys and values of cross-attention) is kept here as well, shared by the sequences with this source, and goes with the
+last of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .pages import ROOT, PagePool
+from .pages import ROOT, PagePool, Parent
+
+Reading = TypeVar("Reading")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,8 @@ class _Sequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0
     num_known: int = 0  # full pages that the pool has been told of
-    last_known: int = ROOT  # the number of the last of them
+    last_known: Parent = ROOT  # the number of the last of them
+    source: tuple[int, ...] = ()
 
 
 class KVCache:
@@ -56,6 +64,7 @@ class KVCache:
         self.values: list[Tensor] = []
         self._stacks: list[Tensor] = []  # [layers, slots, heads, dim]: what `commit` moves in one go
         self._sequences: dict[str, _Sequence] = {}
+        self._readings: dict[tuple[int, ...], object] = {}  # by source
         num_slots = num_pages * page_size
         for shape, group in groupby(self.layers):
             count = len(list(group))
@@ -88,13 +97,31 @@ class KVCache:
         """Committed rows."""
         return self._sequences[sequence].length
 
-    def open(self, sequence: str, tokens: Sequence[int]) -> int:
-        """Begin a sequence; returns how many of its first rows are there already, from pages with the same tokens.
+    def source(self, sequence: str) -> tuple[int, ...]:
+        """What the encoder reads for this sequence; empty for a decoder-only model's."""
+        return self._sequences[sequence].source
+
+    def was_read(self, sequence: str) -> bool:
+        """Whether a sequence's source, if it has one, was read already."""
+        source = self.source(sequence)
+        return not source or source in self._readings
+
+    def reading(self, sequence: str, read: Callable[[tuple[int, ...]], Reading]) -> Reading:
+        """What a model makes of a sequence's source, made at the first call."""
+        source = self.source(sequence)
+        assert source, f"{sequence} has no source"
+        if source not in self._readings:
+            self._readings[source] = read(source)
+        return self._readings[source]  # type: ignore[return-value]  # one model, one kind of reading
+
+    def open(self, sequence: str, tokens: Sequence[int], source: Sequence[int] = ()) -> int:
+        """Begin a sequence; returns how many of its first rows are there already, from pages with the same tokens
+        (and the same source).
 
         At least the last token is always left to compute: its logits are wanted.
         """
         assert sequence not in self._sequences, f"{sequence} is open already"
-        entry = self._sequences[sequence] = _Sequence()
+        entry = self._sequences[sequence] = _Sequence(source=tuple(source), last_known=tuple(source) or ROOT)
         if self.prefix_sharing:
             for start in range(0, len(tokens) - self.page_size, self.page_size):
                 hit = self.pool.find(entry.last_known, tokens[start : start + self.page_size])
@@ -145,6 +172,8 @@ class KVCache:
         entry = self._sequences.pop(sequence, None)
         for page in reversed(entry.pages if entry else []):
             self.pool.release(page)
+        if entry and entry.source and all(other.source != entry.source for other in self._sequences.values()):
+            self._readings.pop(entry.source, None)
 
     def slots(self, sequence: str, start: int, stop: int) -> range | list[int]:
         """Slots of rows start..stop-1; a range if they lie side by side (then they can be read as a view)."""
@@ -163,6 +192,9 @@ class KVCache:
         for name, entry in self._sequences.items():
             assert entry.length <= len(entry.pages) * self.page_size, f"{name}: more rows than pages"
             assert entry.num_known * self.page_size <= entry.length, f"{name}: a row made known before it was committed"
+        assert set(self._readings) <= {entry.source for entry in self._sequences.values()}, (
+            "a reading that nobody needs"
+        )
 
     def _move(self, entry: _Sequence, kept: Sequence[int]) -> None:
         """Bring a kept tree path to its place. Keys were rotated for their true positions, so they stay valid."""

@@ -4,7 +4,8 @@ It does not know tensors, models or requests. The one trick: a page whose prefix
 holder let go, until it is handed out again; the free list hands out the longest unused first.
 
 A full page of committed tokens is known by (its parent's number, its tokens). Numbers are given out once and never
-again, and the dict compares what it finds: no collision of hashes can put one text's keys under another.
+again, and the dict compares what it finds: no collision of hashes can put one text's keys under another. The parent of
+a text's first page is ROOT, or the source that the text was written from: its keys depend on that too.
 """
 
 from collections import OrderedDict
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from itertools import count
 
 ROOT = 0  # the number that stands before the first page
+
+Parent = int | tuple[int, ...]  # a page's number, or the source before the first one
 
 
 class PagePool:
@@ -23,8 +26,8 @@ class PagePool:
         self._holders = [0] * num_pages
         self._free = OrderedDict.fromkeys(range(num_pages))  # oldest first; known pages in it can be revived
         self._numbers = count(ROOT + 1)
-        self._page_of: dict[tuple[int, tuple[int, ...]], int] = {}  # parent's number, tokens -> page
-        self._content: dict[int, tuple[int, tuple[int, tuple[int, ...]]]] = {}  # page -> own number, key in _page_of
+        self._page_of: dict[tuple[Parent, tuple[int, ...]], int] = {}  # parent, tokens -> page
+        self._content: dict[int, tuple[int, tuple[Parent, tuple[int, ...]]]] = {}  # page -> own number, key in _page_of
 
     @property
     def num_free(self) -> int:
@@ -62,7 +65,7 @@ class PagePool:
             if page not in self._content:
                 self._free.move_to_end(page, last=False)  # nothing to remember: hand it out first
 
-    def remember(self, page: int, parent: int, tokens: Sequence[int]) -> int:
+    def remember(self, page: int, parent: Parent, tokens: Sequence[int]) -> int:
         """Make a full, committed page findable; returns its number, the parent of the next page's."""
         assert len(tokens) == self.page_size
         key = parent, tuple(tokens)
@@ -71,7 +74,7 @@ class PagePool:
             self._content[page] = next(self._numbers), key
         return self._content[self._page_of[key]][0]
 
-    def find(self, parent: int, tokens: Sequence[int]) -> tuple[int, int] | None:
+    def find(self, parent: Parent, tokens: Sequence[int]) -> tuple[int, int] | None:
         """(page, its number) of a remembered page with this parent and these very tokens, or None."""
         page = self._page_of.get((parent, tuple(tokens)))
         return None if page is None else (page, self._content[page][0])

@@ -5,7 +5,7 @@ It does not know what is being proved. The one trick: every run of the proof, wh
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..decoding.noise import fold
+from ..decoding.paths import split
+from ..decoding.request import Request
 from ..decoding.sampling import SamplingParams
 from ..decoding.verify import Rule
 from ..drafters.base import Drafter, Setting
@@ -116,7 +118,8 @@ class Watch:
 
 @dataclass(slots=True)
 class Ground:
-    """build, rule, num_drafted: the method under test. prompts: token ids. pass_seconds: of a one-row pass."""
+    """build, rule, num_drafted: the method under test. prompts: as paths (`decoding.paths`). pass_seconds: of a one-row
+    pass."""
 
     model: CausalLM
     tokenizer: Tokenizer | None
@@ -203,10 +206,16 @@ def drive(engine: Engine, watch: Watch, on_event: Callable[[Event], None] = lamb
     watch.end(engine)
 
 
+def queue(engine: Engine, path: Sequence[int], params: SamplingParams) -> list[Request]:
+    """`Engine.add` for a path."""
+    source, tokens = split(path)
+    return engine.add(tokens, params, source=source)
+
+
 def measure_pass(ground: Ground) -> float:
     """Seconds of a one-row pass, roughly: three plain tokens after the first prompt, which also warm up."""
     engine = ground.plain_engine()
-    engine.add(ground.prompts[0], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    queue(engine, ground.prompts[0], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     engine.step()
     start = time.perf_counter()
     drive(engine, ground.watch)

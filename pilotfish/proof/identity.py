@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ..bench.divergence import first_difference
 from ..decoding.draft import Draft
+from ..decoding.paths import join, split
 from ..decoding.request import FinishReason, Request
 from ..decoding.sampling import SamplingParams
 from ..drafters.draft_model import DraftModelDrafter
 from ..engine.engine import Engine, Event
 from .actors import Witness
-from .ground import TYPICAL_DRAFT, Ground, drive
+from .ground import TYPICAL_DRAFT, Ground, drive, queue
 from .report import Check
 from .rounding import Divergence, can_round, divergence, plausible, row_in_shapes, spread
 
@@ -36,12 +37,13 @@ class Shape:
 
     def of(self, ground: Ground, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
         """Bias falls on ids of the prompt, which the text is likely to meet again."""
+        ids = {token for part in split(prompt) for token in part}
         return replace(
             params,
             repetition_penalty=1.2,
             presence_penalty=0.5,
             frequency_penalty=0.5,
-            logit_bias={token: (-1.0, 1.0)[number % 2] for number, token in enumerate(sorted(set(prompt))[:4])},
+            logit_bias={token: (-1.0, 1.0)[number % 2] for number, token in enumerate(sorted(ids)[:4])},
             min_tokens=(params.max_tokens + 1) // 2,
             top_p=0.9 if self.warped else 1.0,
             min_p=0.02 if self.warped else 0.0,
@@ -78,13 +80,13 @@ def compare(ground: Ground, temperature: float, shape: Shape | None = None) -> O
         prompts, all_params, strict=True
     ):  # one at a time: the text as it is with nothing beside it
         engine = ground.plain_engine()
-        plain += engine.add(prompt, params)
+        plain += queue(engine, prompt, params)
         drive(engine, ground.watch, lambda event: ground.meter.tick(len(event.tokens)))
     drafted = list[Request]()
     # A method that is seldom right would hardly show how the rows deep in a draft are shaped; the target itself does.
     for engine in (ground.engine(), _self_drafting(ground)[0] if shape else _alone(ground)):
         for prompt, params in zip(prompts, all_params, strict=True):
-            drafted += engine.add(prompt, params)
+            drafted += queue(engine, prompt, params)
         drive(engine, ground.watch, lambda event: ground.meter.tick(len(event.tokens)))
     broken = [str(request.error) for request in (*plain, *drafted) if request.finish == FinishReason.ERROR]
     found = [
@@ -128,7 +130,7 @@ def draft_with_itself(ground: Ground, temperature: float) -> Outcome:
 
     engine, witness = _self_drafting(ground)
     for number, prompt in enumerate(ground.prompts[:SELF_PROMPTS]):
-        engine.add(prompt, ground.params(number, temperature, min(SELF_TOKENS, ground.options.max_tokens)))
+        queue(engine, prompt, ground.params(number, temperature, min(SELF_TOKENS, ground.options.max_tokens)))
     drive(engine, ground.watch, look)
     faults = [one for one in found if not one.near_tie]
     judged = num_accepted + len(faults)
@@ -174,7 +176,7 @@ def draft_with_itself_unseeded(ground: Ground) -> Outcome:
     engine, witness = _self_drafting(ground)
     prompts = ground.prompts[:SELF_PROMPTS]
     for prompt in prompts:
-        engine.add(prompt, SamplingParams(max_tokens=min(SELF_TOKENS, ground.options.max_tokens)))
+        queue(engine, prompt, SamplingParams(max_tokens=min(SELF_TOKENS, ground.options.max_tokens)))
     drive(engine, ground.watch, look)
     judged = num_accepted + num_rejected
     rate = num_accepted / judged if judged else 0.0
@@ -211,7 +213,7 @@ def _first_divergence(ground: Ground, plain: Request, drafted: Request) -> Diver
         return None
     return divergence(
         ground.model,
-        [*plain.prompt, *one[:same]],
+        join(plain.source, [*plain.prompt, *one[:same]]),
         plain.num_prompt,
         one[same:],
         other[same:],
@@ -227,7 +229,7 @@ def _rejection(ground: Ground, event: Event, draft: Draft) -> Divergence:
     request = event.request
     return divergence(
         ground.model,
-        request.tokens[:-1],
+        join(request.source, request.tokens[:-1]),
         request.num_prompt,
         request.tokens[-1:],
         draft.tokens[event.num_accepted :],
@@ -247,7 +249,8 @@ def _distance_by_rounding(ground: Ground, prompt: Sequence[int]) -> float:
 
 
 def _rows_after(ground: Ground, prompt: Sequence[int]) -> list[Tensor]:
-    return row_in_shapes(ground.model, prompt, len(prompt) // 2, prompt, _SELF_BESIDE)
+    source, tokens = split(prompt)
+    return row_in_shapes(ground.model, prompt, len(tokens) // 2, source or tokens, _SELF_BESIDE)
 
 
 def _alone(ground: Ground) -> Engine:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from ..decoding.draft import Draft
 from ..decoding.noise import fold
+from ..decoding.paths import join
 from ..decoding.sampling import SamplingParams
 from ..decoding.verify import Rule
 from ..drafters.base import Setting
 from ..engine.engine import Engine, Event
 from ..engine.options import EngineOptions
 from .actors import Witness
-from .ground import Build, Watch, drive, seed_stream
+from .ground import Build, Watch, drive, queue, seed_stream
 from .memo import MemoLM
 from .statistics import Tally
 
@@ -124,7 +125,8 @@ def draw(
         engine = _engine(laws.memo, experiment, len(prefix) + most + 2, seeds)
         coupled = experiment.rule == "coupled"
         for _ in range(num_draws // len(prefixes)):
-            engine.add(
+            queue(
+                engine,
                 prefix,
                 SamplingParams(
                     temperature=laws.temperature,
@@ -166,17 +168,19 @@ class _Counter:
             return
         request, tallies = event.request, self.tallies
         draft = self.witness.take(request).first(event.num_drafted)
-        path = tuple(request.tokens[: len(request.tokens) - len(event.tokens)])
+        start = len(request.tokens) - len(event.tokens)
+        path = join(request.source, request.tokens[:start])
         tallies.num_drafted += event.num_drafted
         tallies.num_accepted += event.num_accepted
-        if len(path) == request.num_prompt:
+        if start == request.num_prompt:
             tallies.first.add(path, self.laws.after(path), event.tokens[0])
         if len(draft) and draft.is_chain:
             self._count_classes(path, draft, event)
         if request.num_output >= self.length:
             tally = tallies.pair if self.length == 2 else tallies.text
-            law = self.laws.joint(request.prompt, self.length)
-            tally.add(request.prompt, law, tuple(request.output[: self.length]))
+            prompt = join(request.source, request.prompt)
+            law = self.laws.joint(prompt, self.length)
+            tally.add(prompt, law, tuple(request.output[: self.length]))
             self.engine.abort(request)
             self.tick()
 

@@ -7,6 +7,8 @@ preemption move names as they would move keys, and a pass only has to read the n
     trie   ROOT ── "The" ── " cat" ── " sat"        the engine's cache   slot 7: name of "The cat"
                         └── " dog"                                       slot 8: name of "The cat sat"
 
+A path is as in `decoding.paths`: of an encoder-decoder it begins with the source, and so does the trie.
+
 Rows of a path not met before come from the real model, on a real cache of its own with pages of one token: whatever
 of the path has been computed for another one is found there.
 """
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..decoding.paths import join, split
 from ..models.base import CausalLM, Ends, ModelOutput
 from ..paged.batch import Batch, Feed, Span, lay_out
 from ..paged.cache import KVCache, LayerShape
@@ -80,12 +83,13 @@ class MemoLM:
         written: list[int] = cache.keys[0][span.key_slots].flatten().tolist()
         trunk_end = feed.past + feed.num_trunk
         first = trunk_end + feed.skipped if feed.skipped else feed.past
+        root = self._name(join(cache.source(feed.sequence), ()))
         for place, token in enumerate(feed.tokens, first):
             before = place - 1
             if place >= trunk_end:  # a node: its parent is the latest node it sees, or the trunk's end
                 others = feed.ancestors[place - trunk_end - feed.skipped] & ~(1 << (place - trunk_end))
                 before = trunk_end + others.bit_length() - 1
-            written[place] = self._child(written[before] if before >= 0 else ROOT, token)
+            written[place] = self._child(written[before] if before >= 0 else root, token)
         cache.keys[0][span.key_slots] = torch.tensor(written, device=self.info.device).view(-1, 1, 1)
         return written[first:]
 
@@ -110,6 +114,10 @@ class MemoLM:
             name = self._parents[name]
         return path[::-1]
 
+    def _text(self, path: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Source and tokens of a path of names."""
+        return split([self._tokens[name] for name in path])
+
     # -- real passes ---------------------------------------------------------------------------------------------
 
     def _compute(self, missing: set[int], taps: Sequence[int]) -> None:
@@ -120,13 +128,14 @@ class MemoLM:
         for path in sorted(map(self._path, missing), key=len, reverse=True):
             if path[-1] in covered:
                 continue
-            sequence, tokens = str(path[-1]), [self._tokens[name] for name in path]
-            past = self._rows.open(sequence, tokens)
+            sequence, (source, tokens) = str(path[-1]), self._text(path)
+            path = path[len(source) :]
+            past = self._rows.open(sequence, tokens, source)
             if num_rows >= _ROWS_A_PASS or not self._rows.reserve(sequence, len(path) - past):
                 self._rows.release(sequence)
                 self._run(feeds, taps)
                 feeds, num_rows = [], 0
-                past = self._rows.open(sequence, tokens)
+                past = self._rows.open(sequence, tokens, source)
                 reserved = self._rows.reserve(sequence, len(path) - past)
                 assert reserved, f"a memo of {self._rows.capacity} rows cannot hold a text of {len(path)}"
             first = next(i for i in range(past, len(path)) if path[i] in missing)
@@ -149,7 +158,7 @@ class MemoLM:
             for name, state in zip(names, output.taps[layer], strict=True):
                 self._taps.setdefault((layer, name), state.clone())
         for feed, path in feeds:
-            tokens = [self._tokens[name] for name in self._path(path[-1])]
+            _, tokens = self._text(self._path(path[-1]))
             self._rows.commit(feed.sequence, range(len(path)), tokens)
             self._rows.release(feed.sequence)
 
@@ -171,12 +180,13 @@ class MemoLM:
     def _run_partial(self, name: int, num_full: int, layers: tuple[int, ...]) -> Tensor:
         """The last row of a path whose first ``num_full`` rows were computed by all layers, the rest by these."""
         path = self._path(name)
-        tokens = [self._tokens[one] for one in path]
-        found = self._rows.open("partial", tokens[: num_full + 1])
+        source, tokens = self._text(path)
+        path = path[len(source) :]
+        found = self._rows.open("partial", tokens[: num_full + 1], source)
         if found < num_full:
             self._rows.release("partial")
             self._compute({path[num_full - 1]}, ())
-            found = self._rows.open("partial", tokens[: num_full + 1])
+            found = self._rows.open("partial", tokens[: num_full + 1], source)
         reserved = self._rows.reserve("partial", len(path) - num_full)
         assert reserved and found == num_full, (found, num_full)
         self.num_passes += 1

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..decoding.noise import exponentials
+from ..decoding.paths import split
 from ..decoding.sampling import SamplingParams, process, warp
 from ..models.base import CausalLM
 from ..paged.batch import Feed, lay_out
@@ -56,7 +57,7 @@ class Divergence:
 
 def divergence(
     model: CausalLM,
-    prefix: Sequence[int],
+    path: Sequence[int],
     num_prompt: int,
     plain: Sequence[int],
     drafted: Sequence[int],
@@ -66,15 +67,16 @@ def divergence(
     seed: int,
     stop_ids: Set[int] = frozenset(),
 ) -> Divergence:
-    """Judge two continuations of ``prefix`` (its first ``num_prompt`` tokens are the prompt) that differ at once.
+    """Judge two continuations of a path (its text's first ``num_prompt`` tokens are the prompt) that differ at once.
 
     num_beside: rows that were in a verification pass beside the one in question, those of other texts included.
     An empty continuation (one text simply ended) has no score: its margin is infinite.
     """
+    _, prefix = split(path)
     if not plain or not drafted:
         one, other = (plain or [-1])[0], (drafted or [-1])[0]
         return Divergence(len(prefix), one, other, float("inf"), 0.0)
-    logits = row_in_shapes(model, prefix, num_prompt, drafted, num_beside)
+    logits = row_in_shapes(model, path, num_prompt, drafted, num_beside)
     context = (prefix[:num_prompt], [prefix[num_prompt:]], stop_ids)
     processed = [process(logits_V.double()[None], params, *context)[0].clamp(min=_FORBIDDEN) for logits_V in logits]
     rows = [scores(logits_V, params.temperature, seed, len(prefix)) for logits_V in processed]
@@ -126,13 +128,14 @@ def scores(logits_V: Tensor, temperature: float, seed: int, position: int) -> Te
 
 
 def row_in_shapes(
-    model: CausalLM, prefix: Sequence[int], num_prompt: int, following: Sequence[int], num_beside: int
+    model: CausalLM, path: Sequence[int], num_prompt: int, following: Sequence[int], num_beside: int
 ) -> list[Tensor]:
-    """The logits after ``prefix`` from three histories: a one-row pass first, then a pass with ``num_beside`` rows
+    """The logits after a path from three histories: a one-row pass first, then a pass with ``num_beside`` rows
     more, then the same with the text before it read as verification reads it, in chunks.
 
     The rows beside hold ``following``, over and over: they come later in the text, so the row cannot see them.
     """
+    source, prefix = split(path)
     room = model.info.context - len(prefix)
     draft = list(islice(cycle(following), max(0, min(room, num_beside))))
     cache = model.new_cache(-(-(len(prefix) + len(draft)) // 16) + 1)
@@ -140,7 +143,7 @@ def row_in_shapes(
     rows = []
     chunks = _in_chunks(num_prompt, last, 1 + num_beside)
     for history, tail in (([last], []), ([last], draft), (chunks, draft)):
-        cache.open("row", prefix)
+        cache.open("row", prefix, source)
         past = 0
         for end in history if last else []:
             _pass(model, cache, prefix[past:end], past)

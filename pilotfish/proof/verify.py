@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ..bench.prompts import read_prompts
+from ..decoding.paths import join
 from ..decoding.verify import Rule
 from ..drafters import registry
 from ..drafters.base import Drafter, Setting
@@ -72,7 +73,11 @@ def run_verify(options: VerifyOptions, target: Loaded, speculation: registry.Spe
     not fit. What is wrong with the decoding itself is not raised but reported.
     """
     started = time.perf_counter()
-    prompts = [prompt.ids(target.tokenizer) for prompt in read_prompts(options.prompts, options.limit)]
+    info = target.model.info
+    prompts = [
+        list(join(*info.opening(prompt.ids(target.tokenizer))))
+        for prompt in read_prompts(options.prompts, options.limit)
+    ]
     num_drafted = 0 if speculation.method == "none" else speculation.common.num_speculative_tokens
     ground = Ground(
         model=target.model,
@@ -234,9 +239,7 @@ def _about_the_runs(ground: Ground) -> list[Check]:
 # -- setting up --------------------------------------------------------------------------------------------------
 
 
-def _with_loaded_draft(
-    ground: Ground, speculation: registry.Speculation
-) -> tuple[registry.Speculation, CausalLM | None]:
+def _with_loaded_draft(ground: Ground, speculation: registry.Speculation) -> tuple[registry.Speculation, Loaded | None]:
     """A draft model is loaded once and shared by all runs. None: the method has none, or finds its own."""
     if not isinstance(speculation.options, DraftModelOptions):
         return speculation, None
@@ -244,15 +247,16 @@ def _with_loaded_draft(
     return _drafting_with(draft, speculation), draft
 
 
-def _drafting_with(draft: CausalLM, speculation: registry.Speculation) -> registry.Speculation:
-    options = replace(speculation.options, model=Loaded(draft, None), quantization="none")  # as far as loading goes
+def _drafting_with(draft: Loaded, speculation: registry.Speculation) -> registry.Speculation:
+    options = replace(speculation.options, model=draft, quantization="none")  # as far as loading goes
     return replace(speculation, options=options)
 
 
-def _own_experiments(ground: Ground, speculation: registry.Speculation, draft: CausalLM | None) -> list[Experiment]:
+def _own_experiments(ground: Ground, speculation: registry.Speculation, draft: Loaded | None) -> list[Experiment]:
     """The method under test, with its draft model remembered by path like the target, by each rule that it takes."""
     if draft is not None:
-        speculation = _drafting_with(MemoLM(draft, _memo_rows(ground)), speculation)
+        remembering = Loaded(MemoLM(draft.model, _memo_rows(ground)), draft.tokenizer)
+        speculation = _drafting_with(remembering, speculation)
     num_drafted = ground.options.num_drafted
     if not ground.num_drafted:
         return [Experiment("plain decoding", speculation.build, "rejection", 0, num_drafted)]
@@ -278,7 +282,7 @@ def _of_texts(name: str, build: Build, rule: Rule, number: int, num_drafted: int
 
 
 def _our_experiments(
-    ground: Ground, memo: MemoLM, speculation: registry.Speculation, draft: CausalLM | None
+    ground: Ground, memo: MemoLM, speculation: registry.Speculation, draft: Loaded | None
 ) -> list[Experiment]:
     """A sampled draft under every rule, and the control, which comes last."""
     askew, num_drafted = _draft_model(AskewLM(memo)), ground.options.num_drafted
@@ -353,6 +357,6 @@ def _describe_target(info: ModelInfo) -> str:
     return f"{info.name} ({weights}{exact})"
 
 
-def _describe(speculation: registry.Speculation, draft: CausalLM | None) -> str:
-    about = f" ({draft.info.name})" if draft is not None else ""
+def _describe(speculation: registry.Speculation, draft: Loaded | None) -> str:
+    about = f" ({draft.model.info.name})" if draft is not None else ""
     return f"{speculation.method}{about}, K {speculation.common.num_speculative_tokens}, rule {speculation.common.rule}"

@@ -14,8 +14,10 @@ from typing import Any, ClassVar, Literal
 
 from ..decoding.request import FinishReason, SpeculationStats, TokenLogprob
 from .engine_thread import Delta
+from .passes import block
 from .refusals import Json
 from .spelling import Spelling
+from .tools import CallReader, joined
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM's value
 _DETAILS = ("per_step_accepted", "per_step_drafted")
@@ -32,15 +34,26 @@ class _Choice:
     stop_reason: int | str | None = None
 
 
+@dataclass(slots=True)
+class _Read:
+    """What was read out of one completion's text, where calls are looked for."""
+
+    reader: CallReader = field(default_factory=CallReader)
+    content: str = ""
+    calls: list[Json] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class Style:
     """How the client wants it. logprobs: whether it asked for any; one_by_one: a chunk per token; usage: whether a
-    stream ends with a chunk about it; metrics: what is said of drafting."""
+    stream ends with a chunk about it; metrics: what is said of drafting; calls: whether tool calls are read out of a
+    chat's text."""
 
     logprobs: bool = False
     one_by_one: bool = False
     usage: bool = False
     metrics: Literal["none", "summary", "detailed"] = "summary"
+    calls: bool = False
 
 
 class Answer(ABC):
@@ -64,10 +77,14 @@ class Answer(ABC):
         for part in _single(delta) if self.style.one_by_one else [delta]:
             text = "".join(part.pieces)
             logprobs = self._logprobs(part) if self.style.logprobs and part.tokens else None
-            if text or part.finish or logprobs is not None:
-                chunk = self.chunk(part.choice, text, logprobs)
-                chunk |= {"finish_reason": part.finish and str(part.finish), "stop_reason": part.stop_reason}
-                chunks.append(self._chunk([chunk]))
+            if text or part.finish or part.passed or logprobs is not None:
+                chunk = self.chunk(part.choice, text, logprobs, last=bool(part.finish))
+                reason = part.finish and self.reason(part.choice, part.finish)
+                chunk |= {"finish_reason": reason, "stop_reason": part.stop_reason}
+                if part.passed:
+                    chunk["pilotfish"] = block(part.passed, delta, self.spelling)
+                if chunk.get("delta") != {} or part.finish or part.passed or logprobs is not None:
+                    chunks.append(self._chunk([chunk]))
             own = self.choices[part.choice]
             own.text += text
             own.num_tokens += len(part.tokens)
@@ -90,7 +107,7 @@ class Answer(ABC):
         choices = []
         for index, own in enumerate(self.choices):
             assert own.finish is not None
-            ends = {"finish_reason": str(own.finish), "stop_reason": own.stop_reason}
+            ends = {"finish_reason": self.reason(index, own.finish), "stop_reason": own.stop_reason}
             choices.append(self.choice(index, own.text, own.logprobs) | ends)
         kind = {"object": self.KIND, "choices": choices, "usage": self._usage()}
         return self.head | kind | self._metrics()
@@ -98,8 +115,12 @@ class Answer(ABC):
     # -- what differs --------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def chunk(self, index: int, text: str, logprobs: Json | None) -> Json:
-        """A choice's part of a chunk."""
+    def chunk(self, index: int, text: str, logprobs: Json | None, *, last: bool) -> Json:
+        """A choice's part of a chunk. last: the choice has no more text."""
+
+    def reason(self, index: int, finish: FinishReason) -> str:
+        """Why a choice ended, in OpenAI's words."""
+        return str(finish)
 
     @abstractmethod
     def choice(self, index: int, text: str, logprobs: list[Any]) -> Json:
@@ -141,11 +162,27 @@ class ChatAnswer(Answer):
         start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [self._chunk([{"index": index} | start]) for index in range(len(self.choices))]
 
-    def chunk(self, index: int, text: str, logprobs: Json | None) -> Json:
-        return {"index": index, "delta": {"content": text} if text else {}, "logprobs": logprobs}
+    def __init__(self, *words: Any):
+        super().__init__(*words)
+        self._read = [_Read() for _ in self.choices] if self.style.calls else []
+
+    def chunk(self, index: int, text: str, logprobs: Json | None, *, last: bool) -> Json:
+        delta: Json = {"content": text} if text else {}
+        if self._read:
+            own = self._read[index]
+            delta = own.reader.feed(text, last=last)
+            own.content += delta.get("content", "")
+            joined(own.calls, delta.get("tool_calls", []))
+        return {"index": index, "delta": delta, "logprobs": logprobs}
+
+    def reason(self, index: int, finish: FinishReason) -> str:
+        called = finish is FinishReason.STOP and self._read and self._read[index].calls
+        return "tool_calls" if called else str(finish)
 
     def choice(self, index: int, text: str, logprobs: list[Any]) -> Json:
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if self._read and self._read[index].calls:
+            message |= {"content": self._read[index].content or None, "tool_calls": self._read[index].calls}
         listed = {"content": logprobs, "refusal": None} if self.style.logprobs else None
         return {"index": index, "message": message, "logprobs": listed}
 
@@ -168,7 +205,7 @@ class TextAnswer(Answer):
     KIND = CHUNK_KIND = "text_completion"
     PREFIX = "cmpl-"
 
-    def chunk(self, index: int, text: str, logprobs: Json | None) -> Json:
+    def chunk(self, index: int, text: str, logprobs: Json | None, *, last: bool) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs}
 
     def choice(self, index: int, text: str, logprobs: list[Any]) -> Json:
@@ -210,5 +247,5 @@ def _single(delta: Delta) -> list[Delta]:
             num_accepted=int(i < delta.num_accepted),
             logprobs=delta.logprobs[i : i + 1],
         )
-        parts.append(part if last else replace(part, finish=None, stop_reason=None, stats=None))
+        parts.append(part if last else replace(part, finish=None, stop_reason=None, stats=None, passed=None))
     return parts

@@ -24,23 +24,27 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..errors import UserError
+from ..decoding.grammar import StructuredOutputsParams
+from ..errors import OptionError, UserError, unknown_name
 from ..llm import LLM
-from . import tracing
+from . import page, tracing
 from .answers import Answer, ChatAnswer, Style, TextAnswer
 from .engine_thread import EngineThread, Ticket
+from .messages import as_text, turns
 from .metrics import CONTENT_TYPE, Metrics
 from .openapi import document
 from .options import ServeOptions
-from .protocol import Chat, Message, Sampling, Text, Tokenize, as_text, parse
+from .protocol import Chat, Sampling, Text, Tokenize, parse
 from .refusals import Json, Refusal, of_user_error
 from .spelling import Spelling
 from .streams import EventStream, GoneError, unless_gone
+from .structured import blame
 
 log = logging.getLogger(__name__)
 Asked = TypeVar("Asked", Chat, Text, Tokenize)
 _GONE = 499  # nginx's word for a client that did not wait
-OPEN_PATHS = ("/health", "/health/live", "/health/ready")
+COMPLETIONS: dict[str, type[Chat] | type[Text]] = {"/v1/chat/completions": Chat, "/v1/completions": Text}
+OPEN_PATHS = ("/health", "/health/live", "/health/ready", *page.PATHS)
 
 
 class JSONResponse(Response):
@@ -65,6 +69,7 @@ class Server:
         self.started = int(time.time())
         self._spelling = Spelling(llm.tokenizer)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="pilotfish-text")  # a long prompt holds up one of them
+        self._grammar_pool = ThreadPoolExecutor(1, thread_name_prefix="pilotfish-grammar")
         self.app = Starlette(
             routes=self._routes(),
             lifespan=self._lifespan,
@@ -81,6 +86,7 @@ class Server:
 
     def _routes(self) -> list[Route]:
         return [
+            *page.routes(),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/models", self.models),
@@ -104,33 +110,62 @@ class Server:
     def close(self) -> None:
         """End the threads. Twice does nothing."""
         self.engine.stop()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._grammar_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # -- completions ---------------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
         asked = await self._read(request, Chat)
-        turns = [message.plain() for message in asked.messages]
-        return await self._complete(request, asked, [functools.partial(self.llm.chat_prompt, turns)], ChatAnswer)
+        return await self._complete(request, asked, self._chat_encoders(asked), ChatAnswer)
 
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``."""
         asked = await self._read(request, Text)
-        encoders = [functools.partial(self._encode, prompt) for prompt in asked.prompts]
-        return await self._complete(request, asked, encoders, TextAnswer)
+        return await self._complete(request, asked, self._text_encoders(asked), TextAnswer)
+
+    async def answer(self, path: str, body: Any) -> Json:
+        """The whole answer to what could be a request's body, without HTTP; in the app's lifespan. Raises Refusal."""
+        if path not in COMPLETIONS:
+            raise Refusal(400, str(unknown_name("url", path, COMPLETIONS)), param="url")
+        asked: Chat | Text = await self._in_pool(functools.partial(COMPLETIONS[path].read, body))
+        self._check_model(asked.model)
+        if asked.stream:
+            raise Refusal(400, "stream: a batch is not streamed; leave it out", param="stream")
+        encoders = self._chat_encoders(asked) if isinstance(asked, Chat) else self._text_encoders(asked)
+        kind = ChatAnswer if isinstance(asked, Chat) else TextAnswer
+        ticket, limit = self._admit(asked, len(encoders))
+        try:
+            return await _whole(ticket, await self._start(ticket, asked, limit, encoders, kind))
+        finally:
+            ticket.close()
+
+    def _chat_encoders(self, asked: Chat) -> list[Callable[[], list[int]]]:
+        tools = [tool.plain() for tool in asked.offered]
+        return [functools.partial(self.llm.chat_prompt, turns(asked.messages), tools=tools or None)]
+
+    def _text_encoders(self, asked: Text) -> list[Callable[[], list[int]]]:
+        return [functools.partial(self._encode, prompt) for prompt in asked.prompts]
+
+    def _admit(self, asked: Sampling, num_prompts: int) -> tuple[Ticket, int | None]:
+        """Places for the completions, and the most tokens of each. Raises Refusal for what cannot be served."""
+        n = asked.n or 1
+        most = min(self.options.max_n, self.engine.most_open)
+        if n * num_prompts > most:
+            told = f"{num_prompts} prompts x n = {n}" if num_prompts > 1 else f"n = {n}"
+            raise Refusal(400, f"{told}: this server makes at most {most} completions a request", param="n")
+        limit = self._limit(asked)
+        asked.params(limit or 1 + (asked.min_tokens or 0))  # what is wrong with them is said before anything is done
+        traced = asked.traced
+        ticket = self.engine.open(n * num_prompts)
+        ticket.traced = traced
+        return ticket, limit
 
     async def _complete(
         self, request: Request, asked: Sampling, encoders: Sequence[Callable[[], list[int]]], kind: type[Answer]
     ) -> Response:
-        n = asked.n or 1
-        most = min(self.options.max_n, self.engine.most_open)
-        if n * len(encoders) > most:
-            told = f"{len(encoders)} prompts x n = {n}" if len(encoders) > 1 else f"n = {n}"
-            raise Refusal(400, f"{told}: this server makes at most {most} completions a request", param="n")
-        limit = self._limit(asked)
-        asked.params(limit or 1 + (asked.min_tokens or 0))  # what is wrong with them is said before anything is done
-        ticket = self.engine.open(n * len(encoders))
+        ticket, limit = self._admit(asked, len(encoders))
         try:
             answer = await unless_gone(request.receive, self._start(ticket, asked, limit, encoders, kind))
             ticket.on_close = tracing.begin(request.headers, ticket.asked, answer)
@@ -151,6 +186,8 @@ class Server:
         encoders: Sequence[Callable[[], list[int]]],
         kind: type[Answer],
     ) -> Answer:
+        if wish := asked.wish():
+            await self._compile(*wish)
         prompts = [await self._in_pool(encode) for encode in encoders]
         reference: list[int] = []
         if asked.prediction:
@@ -163,6 +200,7 @@ class Server:
             one_by_one=(asked.stream_granularity or self.options.stream_granularity) == "token",
             usage=asked.ends_with_usage,
             metrics=self.options.per_request_spec_decode_metrics,
+            calls=isinstance(asked, Chat) and bool(asked.offered),
         )
         return kind(self.model, ticket.num_choices, sum(map(len, prompts)), self._spelling, style)
 
@@ -176,7 +214,8 @@ class Server:
     def _room(self, prompts: Sequence[Sequence[int]]) -> int:
         """What context and page pool leave for an answer; at least 1, so that the engine says what is too long."""
         engine = self.llm.engine
-        return max(1, min(engine.max_length, engine.cache.capacity) - max(map(len, prompts)))
+        longest = max(len(engine.target.info.opening(prompt)[1]) for prompt in prompts)
+        return max(1, min(engine.max_length, engine.cache.capacity) - longest)
 
     # -- the rest ------------------------------------------------------------------------------------------------
 
@@ -204,7 +243,7 @@ class Server:
         """``/tokenize``."""
         asked = await self._read(request, Tokenize)
         if asked.messages is not None:
-            ids = await self._in_pool(functools.partial(self.llm.chat_prompt, _turns(asked.messages)))
+            ids = await self._in_pool(functools.partial(self.llm.chat_prompt, turns(asked.messages)))
         else:
             assert asked.prompt is not None
             ids = await self._in_pool(functools.partial(self._encode, asked.prompt, special=asked.add_special_tokens))
@@ -236,8 +275,7 @@ class Server:
         if media != "application/json":  # a web page may send anything else to this port without asking its user
             raise Refusal(415, f"send content-type application/json, not {media or 'nothing'!r}")
         asked: Asked = await self._in_pool(functools.partial(_parse, kind, await self._body(request)))
-        if asked.model is not None:
-            self._check_model(asked.model)
+        self._check_model(asked.model)
         return asked
 
     async def _body(self, request: Request) -> bytes:
@@ -258,8 +296,8 @@ class Server:
             raise Refusal(408, f"the request took longer than {self.options.read_timeout:g} s to arrive") from None
         return b"".join(parts)
 
-    def _check_model(self, name: str) -> None:
-        if name != self.model:
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model:
             message = f"the model {name!r} is not served here; {self.model!r} is"
             raise Refusal(404, message, param="model", code="model_not_found")
 
@@ -277,9 +315,15 @@ class Server:
         except UserError as error:
             raise of_user_error(error) from error
 
-
-def _turns(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [message.plain() for message in messages]
+    async def _compile(self, field: str, wanted: StructuredOutputsParams) -> None:
+        """A grammar, in a thread of its own: some take seconds until they are refused, and nobody else shall wait."""
+        work = functools.partial(self.llm.engine.grammars.prepare, wanted)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._grammar_pool, work)
+        except OptionError as error:
+            raise blame(field, error) from error
+        except UserError as error:
+            raise of_user_error(error) from error
 
 
 def _parse(kind: type[Asked], body: bytes) -> Asked:

@@ -27,6 +27,7 @@ from ..engine.engine import Event
 from ..errors import UserError
 from ..llm import LLM
 from ..models.tokenizer import Detokenizer
+from .passes import Pass, plain_seconds
 from .refusals import Refusal, of_user_error
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Delta:
     """What one step did for one completion; fields as in `Event`, and nothing that changes any more.
 
     choice: which of the ticket's completions. logprobs: one per token, if asked for. The last one has the finish
-    reason, what met it, and the completion's statistics.
+    reason, what met it, and the completion's statistics. passed: the pass itself, if the request asked to see it.
     """
 
     choice: int
@@ -50,6 +51,7 @@ class Delta:
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     stats: SpeculationStats | None = None
+    passed: Pass | None = None
 
 
 Item = Delta | Exception | None  # None: the completions are queued
@@ -81,7 +83,10 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One HTTP request's completions, on the event loop: `start`, iterate over its deltas, `close` in any case."""
+    """One HTTP request's completions, on the event loop: `start`, iterate over its deltas, `close` in any case.
+
+    traced: set before `start`, each delta tells of its pass.
+    """
 
     thread: "EngineThread"
     num_choices: int
@@ -89,6 +94,7 @@ class Ticket:
     asked: float = field(default_factory=time.perf_counter)
     num_open: int = field(init=False)
     closed: bool = False
+    traced: bool = False
     on_close: Callable[[], None] | None = None
     inbox: "asyncio.Queue[Item]" = field(default_factory=asyncio.Queue)
 
@@ -213,7 +219,9 @@ class EngineThread:
         stream = None if tokenizer is None else partial(Detokenizer, tokenizer)
         try:
             for prompt in prompts:
-                requests += self.engine.add(prompt, params, text_stream=stream, reference=reference)
+                requests += self.engine.add(
+                    prompt, params, text_stream=stream, reference=reference, traced=ticket.traced
+                )
         except Exception as error:
             for request in requests:
                 self.engine.abort(request)
@@ -224,7 +232,7 @@ class EngineThread:
             return
         for choice, request in enumerate(requests):
             self._open[request.id] = _Open(request, ticket, choice, ticket.asked)
-            self.watch.added(request.num_prompt)
+            self.watch.added(request.num_read)
         self._tell([(ticket, None)])
 
     def abort(self, ticket: Ticket) -> None:
@@ -257,6 +265,7 @@ class EngineThread:
         self._stopping = True
 
     def _step(self) -> None:
+        started = time.perf_counter()
         try:
             events = self.engine.step()
         except Exception:
@@ -267,19 +276,24 @@ class EngineThread:
             return
         now = time.perf_counter()
         told: list[tuple[Ticket, Item]] = []
+        num_emitting = sum(bool(event.tokens) for event in events)
         for event in events:
             one = self._open.get(event.request.id)
             if one is None or not (event.tokens or event.finish):
                 continue
+            passed = None
             if event.tokens:
+                if one.ticket.traced:
+                    plain = plain_seconds(self.engine, num_emitting)
+                    passed = Pass(event.guess, now - one.last, now - started, plain)
                 self.watch.stepped(event, now - one.last, not one.begun)
                 one.last, one.begun = now, True
-            told.append((one.ticket, self._delta(one, event)))
+            told.append((one.ticket, self._delta(one, event, passed)))
             if event.finish:
                 self._close(one, event.finish)
         self._tell(told)
 
-    def _delta(self, one: _Open, event: Event) -> Delta | Refusal:
+    def _delta(self, one: _Open, event: Event, passed: Pass | None) -> Delta | Refusal:
         request = one.request
         if event.finish is FinishReason.ERROR:
             return Refusal(500, request.error or "the request failed")
@@ -293,6 +307,7 @@ class EngineThread:
             event.finish,
             request.stop_reason,
             request.stats if event.finish else None,
+            passed,
         )
 
     def _fail(self, requests: Sequence[Request] | None, error: Refusal) -> None:

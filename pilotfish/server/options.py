@@ -1,4 +1,6 @@
-"""ServeOptions: where the server listens and what it bounds. Frozen; the command line is generated from the fields.
+"""ServeOptions: where the server listens and what it bounds; BatchOptions: what a batch is called and bounded by.
+
+Both are frozen; the command line is generated from the fields.
 
 It does not know the server. The one trick: every bound has a default that a stranger's request cannot hurt.
 """
@@ -67,6 +69,35 @@ class ServeOptions:
         for name, known in words.items():
             if getattr(self, name) not in known:
                 raise OptionError(f"{name} must be {', '.join(known)}, not {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """Of `pilotfish batch`. Raises OptionError for values out of range."""
+
+    served_model_name: str | None = field(
+        default=None, metadata={"help": "what the lines call the model; as given with --model if unset"}
+    )
+    max_completion_tokens: int | None = field(
+        default=None, metadata={"help": "longest answer a line may ask for; the context if unset"}
+    )
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = field(
+        default="summary", metadata={"help": "what answers say of drafting; detailed lists every pass"}
+    )
+
+    def __post_init__(self) -> None:
+        self.serving()
+
+    def serving(self) -> ServeOptions:
+        """The server's options: nobody waits at the other end, so nothing is turned away or given up."""
+        return ServeOptions(
+            served_model_name=self.served_model_name,
+            max_completion_tokens=self.max_completion_tokens,
+            per_request_spec_decode_metrics=self.per_request_spec_decode_metrics,
+            max_queue=1_000_000,
+            max_n=128,
+            request_timeout=1e9,
+        )
 
 
 _METRICS = ("none", "summary", "detailed")

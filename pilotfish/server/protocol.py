@@ -9,15 +9,20 @@ that is in neither is a spelling mistake: the answer names the nearest one.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
+from ..decoding.grammar import StructuredOutputsParams
 from ..decoding.sampling import SamplingParams
 from ..errors import unknown_name
+from .messages import Content, Message
 from .options import Granularity
 from .refusals import Json, Refusal
+from .structured import Strict, Structured
+from .tools import CLOSE, MOST_TOOLS, Chosen, Tool, call_grammar
 
 MOST_STOPS = 16
 LONGEST_STOP = 256  # characters
@@ -44,21 +49,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
     "length_penalty": (1.0,),
     "modalities": (["text"],),
     "moderation": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -77,47 +75,26 @@ Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class _Strict(BaseModel):
-    """Types as in JSON, no NaN, no field that is not listed."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
-
-
-class Message(_Strict):
-    """One turn. ``developer`` is OpenAI's newer word for ``system``."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    name: str | None = None
-
-    def plain(self) -> dict[str, str]:
-        """As chat templates want it."""
-        turn = {"role": "system" if self.role == "developer" else self.role, "content": as_text(self.content)}
-        return turn | ({"name": self.name} if self.name is not None else {})
-
-
-class Prediction(_Strict):
+class Prediction(Strict):
     """OpenAI's predicted outputs: text that the answer will resemble, for drafters that copy."""
 
     type: Literal["content"]
     content: Content
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
 
 
-class Sampling(_Strict):
+class Extras(Strict):
+    """What no other server has. trace: each piece of a stream tells of its pass (`pilotfish.server.passes`)."""
+
+    trace: bool | None = None
+
+
+class Sampling(Structured):
     """What both kinds of completion have in common. A null means: not given."""
 
     model: str | None = None
@@ -141,6 +118,7 @@ class Sampling(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_granularity: Granularity | None = None
+    pilotfish: Extras | None = None
 
     _COPIED: ClassVar = (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -172,18 +150,28 @@ class Sampling(_Strict):
         return self.max_tokens
 
     @property
+    def traced(self) -> bool:
+        """Whether a stream tells of its passes. Raises Refusal if there is no stream."""
+        asked = bool(self.pilotfish and self.pilotfish.trace)
+        if asked and not self.stream:
+            raise Refusal(400, "pilotfish.trace needs stream: true", param="pilotfish")
+        return asked
+
+    @property
     def ends_with_usage(self) -> bool:
         """Whether a stream ends with a chunk about usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def params(self, max_tokens: int) -> SamplingParams:
         """Raises OptionError for a combination that makes no sense, Refusal for a bias of something that is no id."""
+        wish = self.wish()
         given = {name: value for name in self._COPIED if (value := getattr(self, name)) is not None}
         bias = {_token_id(token): value for token, value in (self.logit_bias or {}).items()}
         return SamplingParams(
             **given,
             max_tokens=max_tokens,
             logit_bias=bias or None,
+            structured_outputs=wish and wish[1],
             logprobs=self.num_top,
             logprobs_mode="raw_logprobs",
         )
@@ -196,6 +184,40 @@ class Chat(Sampling):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Chosen | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def wish(self) -> tuple[str, StructuredOutputsParams] | None:
+        """As `Structured.wish`; a call that the client insists on is a form too."""
+        form, choice = super().wish(), self.tool_choice
+        if not self.offered:
+            if not self.tools and choice not in (None, "none", "auto"):
+                raise Refusal(400, "tool_choice: there are no tools to choose from", param="tool_choice")
+            return form
+        if form is not None:
+            message = f"{form[0]} and tools: an answer cannot be both; send tool_choice: none, or leave one of them out"
+            raise Refusal(400, message, param=form[0])
+        if choice in (None, "auto"):
+            return None
+        if choice == "required":
+            return "tools", call_grammar(self.offered, several=self.parallel_tool_calls is not False)
+        assert isinstance(choice, Chosen)
+        names = [tool.function.name for tool in self.offered]
+        if choice.function.name not in names:
+            raise Refusal(400, str(unknown_name("tool", choice.function.name, names)), param="tool_choice")
+        return "tools", call_grammar([self.offered[names.index(choice.function.name)]], several=False)
+
+    def params(self, max_tokens: int) -> SamplingParams:
+        params = super().params(max_tokens)
+        if self.offered and self.parallel_tool_calls is False:  # then the first call is the last word
+            params = replace(params, stop=(*params.stop, CLOSE))
+        return params
 
     @property
     def num_top(self) -> int | None:
@@ -237,7 +259,7 @@ class Text(Sampling):
         return several if isinstance(several, list) and not isinstance(several[0], int) else [several]
 
 
-class Tokenize(_Strict):
+class Tokenize(Strict):
     """``/tokenize``, vLLM's: a prompt or a conversation."""
 
     model: str | None = None
@@ -267,11 +289,6 @@ def parse(body: bytes) -> Any:
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise Refusal(400, f"the body is not JSON: {error}", code="invalid_json") from None
-
-
-def as_text(content: Content) -> str:
-    """The text of a message's content."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _fields(body: Any) -> dict[str, Any]:
@@ -318,7 +335,7 @@ def _plainly(error: ValidationError) -> Refusal:
 
 def _is_arm(part: int | str) -> bool:
     """Whether this part of a place is pydantic's name for an arm of a union."""
-    return isinstance(part, str) and (part in ("str", "int") or not part.isidentifier())
+    return isinstance(part, str) and (part in ("str", "int", "bool", "Chosen") or not part.isidentifier())
 
 
 def _depth(error: Any) -> int:

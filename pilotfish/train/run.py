@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..bench import BenchOptions, Report, print_report, run_bench
-from ..errors import OptionError
+from ..errors import ModelError, OptionError
 from ..heads.store import save_head
 from ..models.load import Loaded, load
 from ..models.options import LoadOptions
@@ -59,6 +59,8 @@ def run_train(options: TrainOptions, model: str, given: Mapping[str, Any] | None
     folder = Path(options.out).expanduser()
     team = Team()
     target = load(model, **asdict(loading(given or {}, team)))
+    if target.model.info.encoder_decoder:
+        raise ModelError(f"{model} is an encoder-decoder model; heads are trained for decoder-only models")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

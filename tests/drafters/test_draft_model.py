@@ -285,13 +285,6 @@ def test_options_out_of_range(options, says):
         registry.parse({"method": "draft_model", "model": "x"} | options)
 
 
-def test_another_tokenizer_is_refused_naming_the_first_token_that_differs():
-    same, shifted = ByteTokenizer(17, first_byte=65), ByteTokenizer(17, first_byte=66)
-    drafting(TableModel(16), tokenizers=(same, ByteTokenizer(17, first_byte=65)))
-    with pytest.raises(DraftError, match="than table: token 0 is 'byte65' in the target and 'byte66' in"):
-        drafting(TableModel(16), tokenizers=(same, shifted))
-
-
 def test_it_says_who_drafts():
     found = drafting(TableModel(16, name="little"))
     assert isinstance(found.drafter, DraftModelDrafter) and found.drafter.describe() == "little"

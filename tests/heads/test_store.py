@@ -314,3 +314,19 @@ def test_a_head_in_memory_is_copied():
     assert isinstance(head.fc, torch.nn.Linear) and not isinstance(copied.fc, torch.nn.Linear)
     with pytest.raises(DraftError, match="not as 7"):
         load_for(7, TARGET.model, None, "eagle3")
+
+
+def test_a_head_that_comes_along_is_taken_for_its_own_target_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("pilotfish.heads.store.SHIPPED", tmp_path)
+    named = Loaded(TARGET.model, ByteTokenizer())
+    with pytest.raises(DraftError, match="pilotfish train eagle3"):
+        load_for(None, named.model, named.tokenizer, "eagle3")
+    save_head(eagle3(), tmp_path / "eagle3", named)
+    assert isinstance(load_for(None, named.model, named.tokenizer, "eagle3"), Eagle3Head)
+    with pytest.raises(DraftError, match="needs a trained head"):  # nothing says what its ids mean
+        load_for(None, named.model, None, "eagle3")
+    other = from_objects(tiny_model(num_hidden_layers=5), None)
+    with pytest.raises(DraftError, match="needs a trained head"):
+        load_for(None, other.model, named.tokenizer, "eagle3")
+    with pytest.raises(DraftError, match="needs a trained head"):
+        load_for(None, named.model, named.tokenizer, "medusa")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 VOCAB_SIZE = 64
 CONTEXT = 128
@@ -38,6 +38,38 @@ _GPT2_SHAPED: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
+}
+_PAIRS: dict[str, dict[str, Any]] = {
+    "t5": {
+        "vocab_size": VOCAB_SIZE,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_decoder_layers": 3,
+        "num_heads": 4,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 12,  # far within the tests' texts
+        "decoder_start_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    },
+    "bart": {
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": CONTEXT,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "decoder_start_token_id": 1,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "forced_eos_token_id": None,
+        "pad_token_id": 0,
+    },
 }
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _OWN: dict[str, dict[str, Any]] = {
@@ -96,10 +128,34 @@ def tiny_model(
     return build(AutoConfig.for_model(kind, **_fields(kind) | overrides), seed=seed, dtype=dtype)
 
 
-def build(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A causal LM of this config with random weights."""
+def tiny_pair(
+    kind: str = "t5", *, seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False, **overrides: Any
+) -> PreTrainedModel:
+    """An encoder-decoder of this ``model_type`` with 2 + 3 layers, a vocabulary of 64, and its start token 1.
+
+    tied: whether its head is its embedding; then it repeats its last token often.
+    """
+    fields = _PAIRS["bart" if kind in ("bart", "marian", "mbart", "pegasus") else "t5"]
+    model: Any = build(AutoConfig.for_model(kind, **fields | overrides), seed=seed, dtype=dtype, pair=True)
+    for name, weight in model.named_parameters():
+        if name.endswith("out_proj.weight"):  # else all that is seen drowns the last token, behind every norm
+            weight.data *= 0.3
+    for module in model.modules():
+        if hasattr(module, "create_weight"):  # sinusoids, which are not saved
+            module.weight.data.copy_(module.create_weight())
+    generator = torch.Generator().manual_seed(seed)
+    if not tied:
+        weight = 0.3 * torch.randn(model.lm_head.weight.shape, generator=generator, dtype=torch.float64)
+        model.lm_head.weight = nn.Parameter(weight.to(dtype))
+    if (bias := getattr(model, "final_logits_bias", None)) is not None:
+        bias.normal_(0, 0.5, generator=generator)
+    return model
+
+
+def build(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float64, pair: bool = False) -> PreTrainedModel:
+    """A causal LM of this config with random weights; pair: an encoder-decoder."""
     with torch.random.fork_rng(devices=[]):  # initialising draws from the global generator
-        model = AutoModelForCausalLM.from_config(config)
+        model = (AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM).from_config(config)
     model = model.double().eval()
     generator = torch.Generator().manual_seed(seed)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

@@ -46,9 +46,9 @@ def client():
         (TEXT, {"prompt": "a", "bad_words": ["x"]}, "bad_words", "not served here"),
         (CHAT, {"messages": []}, "messages", "at least 1 item"),
         (CHAT, {"messages": "hi"}, "messages", "valid list"),
-        (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", "field required"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", "the role user needs a text"),
         (CHAT, {"messages": [{"role": "usr", "content": "x"}]}, "messages.0.role", "not 'usr'"),
-        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content", "not None"),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content", "the role user needs a text"),
         (CHAT, {"messages": [{"role": "user", "content": "x", "extra": 1}]}, "messages.0.extra", "unknown field"),
         (
             CHAT,
