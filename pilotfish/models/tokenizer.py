@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # importing transformers takes seconds
 
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-_FILLER = re.compile("(?i)unused|reserved|placeholder")
+_FILLER = re.compile(r"(?i)[<\[].*(unused|reserved|placeholder).*[>\]]")
 
 
 class Tokenizer:
@@ -205,7 +205,9 @@ def mismatch(draft: Tokenizer, target: Tokenizer) -> str | None:
     if not shared:
         return "the draft and the target have no token id in common"
     differing = [token for token in shared if drafts[token] != targets[token]]
-    first = min((t for t in differing if not (_FILLER.search(drafts[t]) and _FILLER.search(targets[t]))), default=None)
+    first = min(
+        (t for t in differing if not (_FILLER.fullmatch(drafts[t]) and _FILLER.fullmatch(targets[t]))), default=None
+    )
     if first is None:
         return None
     return f"token {first} is {targets[first]!r} in the target and {drafts[first]!r} in the draft"
