@@ -12,7 +12,7 @@ from pilotfish.errors import DraftError
 from pilotfish.heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
 from pilotfish.heads.layers import packed
 from pilotfish.heads.medusa import MedusaConfig, MedusaHeads
-from pilotfish.heads.store import load_for, load_head, save_head
+from pilotfish.heads.store import SHIPPED, kind_of, load_for, load_head, read_config, save_head
 from pilotfish.models.load import Loaded, from_objects
 from tests.fakes import ByteTokenizer
 from tests.models.tiny import VOCAB_SIZE, tiny_model
@@ -330,3 +330,15 @@ def test_a_head_that_comes_along_is_taken_for_its_own_target_only(tmp_path, monk
         load_for(None, other.model, named.tokenizer, "eagle3")
     with pytest.raises(DraftError, match="needs a trained head"):
         load_for(None, named.model, named.tokenizer, "medusa")
+
+
+def test_the_heads_that_come_along_are_whole_small_and_named_after_their_methods():
+    sizes = []
+    for method in ("eagle3", "medusa"):
+        folder = SHIPPED / method
+        config, weights = read_config(folder), load_file(str(folder / "model.safetensors"))
+        assert kind_of(config) == method and config["pilotfish"]["target"]["num_layers"] == 30
+        assert all(bool(tensor.isfinite().all()) for tensor in weights.values() if tensor.is_floating_point())
+        assert not any(tensor.dtype == torch.float32 for tensor in weights.values())
+        sizes.append((folder / "model.safetensors").stat().st_size)
+    assert sum(sizes) < 45e6
