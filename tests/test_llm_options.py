@@ -101,13 +101,19 @@ def test_draft_models_that_do_not_fit():
         llm(method="draft_model")
     with pytest.raises(ModelError, match="there is no folder /no/such/model"):
         llm(draft_model="/no/such/model")
-    other = Loaded(TableModel(64), ByteTokenizer(64, first_byte=33))
+    shifted = Loaded(TableModel(64), ByteTokenizer(64, first_byte=33))
     with pytest.raises(DraftError, match="token 0 is 'byte32' in the target and 'byte33' in the draft"):
-        llm(draft_model=other)
+        llm(method="staged", draft_model=shifted)
+    foreign = Loaded(TableModel(64), ByteTokenizer(64, first_byte=128))
+    with pytest.raises(DraftError, match="has another vocabulary than table, and the two have no token in common"):
+        llm(draft_model=foreign)
 
 
 def test_it_says_what_runs():
     assert llm().describe() == "table (float64, cpu) | method none | rule rejection | lossless"
+    shifted = Loaded(TableModel(64, name="shifted"), ByteTokenizer(64, first_byte=31))
+    about = "shifted, another vocabulary, 62 of 64 tokens shared, scheme intersection"
+    assert f"method draft_model ({about}), K 3" in llm(draft_model=shifted, num_speculative_tokens=3).describe()
     assert (
         "method draft_model (table), K 3 | rule block"
         in llm(draft_model=DRAFT, num_speculative_tokens=3, rejection_sample_method="block").describe()

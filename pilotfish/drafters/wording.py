@@ -123,7 +123,7 @@ class SharedTokens:
         self.own = dict(pairs)
         self.rows = list(self.own.values())
         self.reduced = Reduced(torch.tensor(list(self.own), device=draft.device), target.vocab_size)
-        self.translator, self.num_ids = translator, len(translator.target)
+        self.common, self.translator = common, translator
 
     def begin(self, request: Request, limit: int, probabilistic: bool, past: int) -> Reading | None:
         read = self.translator.read(request.id, request.tokens, request.num_settled)
@@ -136,7 +136,8 @@ class SharedTokens:
         self.translator.release(request.id)
 
     def describe(self) -> str:
-        return f"another vocabulary: drafts the {len(self.own)} of {self.num_ids} tokens that both have"
+        fewer = f", {len(self.own)} of them drafted" if len(self.own) < len(self.common) else ""
+        return f"{_overlap(self.common, self.translator)}{fewer}, scheme intersection"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,8 +196,7 @@ class SameText:
         self.translator.release(request.id)
 
     def describe(self) -> str:
-        num_ids = len(self.translator.target)
-        return f"another vocabulary, {len(self.common)} of {num_ids} tokens in both: drafts its text, tokenised anew"
+        return f"{_overlap(self.common, self.translator)}, scheme text"
 
 
 def between(
@@ -226,6 +226,10 @@ def between(
     if ids is not None:
         raise _refusal(draft, setting, "and drafts text, so a list or number of the target's tokens has no meaning")
     return SameText(common, translator, draft)
+
+
+def _overlap(common: Shared, translator: Translator) -> str:
+    return f"another vocabulary, {len(common)} of {len(translator.target)} tokens shared"
 
 
 def _refusal(draft: ModelInfo, setting: Setting, why: str) -> DraftError:

@@ -22,6 +22,7 @@ def test_every_file_is_a_method():
         "registry",
         "shapes",
         "states",
+        "wording",
     }
     assert set(registry.methods()) == files
     assert {"none", "ngram", "draft_model"} <= files
