@@ -42,9 +42,13 @@ class CapacityError(UserError):
     """The page pool cannot hold even this one request."""
 
 
+_LONGEST_NAME = 64
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> OptionError:
     """The error for a name nobody knows: it names the nearest one, or all if none is near."""
     names = sorted(known)
+    name = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."  # it may be anything at all
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
     return OptionError(f"unknown {kind} {name!r}; {hint}")

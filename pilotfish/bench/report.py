@@ -16,7 +16,7 @@ from rich.text import Text
 
 from .results import ALL, NumDrafted, Report, Row, Spread
 
-_WIDE = 136  # columns for everything; also the width where the output is not a terminal
+_WIDE, _WIDER = 136, 152  # columns for everything, without and with a draft model's passes
 _MOST_NOTES = 12
 
 
@@ -30,7 +30,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
     console = console or new_console()
     settings = report.environment.get("settings", {})
     if report.rows:
-        console.print(_table(report, console.width >= _WIDE))
+        passes = any(row.draft_passes_per_token is not None for row in report.rows)
+        console.print(_table(report, console.width >= (_WIDER if passes else _WIDE)))
         for note in _notes(report):
             console.print(note, highlight=False, soft_wrap=True)
     else:
@@ -46,7 +47,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 def new_console() -> Console:
     """For tables: as wide as the terminal, or wide enough where there is none."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDE)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDER)
 
 
 def _table(report: Report, wide: bool) -> Table:

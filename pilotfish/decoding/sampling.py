@@ -11,6 +11,7 @@ Order, as in vLLM: grammar, logit_bias, min_tokens, penalties | temperature, min
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
@@ -57,8 +58,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise OptionError(f"{name} must be a finite number, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+                raise OptionError(f"{name} must be a finite number, not {_short(value)}")
         for name in ("top_k", "max_tokens", "min_tokens", "n"):
             _whole(name, getattr(self, name))
         for name in ("include_stop_str_in_output", "ignore_eos"):
@@ -95,8 +96,8 @@ class SamplingParams:
             raise OptionError(f"structured_outputs must be StructuredOutputsParams(...), not {found}")
         for token, bias in (self.logit_bias or {}).items():
             _token("logit_bias", token)
-            if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
-                raise OptionError(f"logit_bias of token {token} must be a number (or -inf), not {bias!r}")
+            if not isinstance(bias, (int, float)) or not (bias == -math.inf or abs(bias) <= _LARGEST):
+                raise OptionError(f"logit_bias of token {token} must be a number (or -inf), not {_short(bias)}")
 
     @property
     def greedy(self) -> bool:
@@ -113,9 +114,18 @@ class SamplingParams:
         return self.penalised or bool(self.logit_bias) or self.min_tokens > 0
 
 
+_LARGEST = 1e38  # of a bias: logits may be float32
 _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
             "max_tokens", "min_tokens", "n")  # fmt: skip
 PARAM_NAMES = frozenset(f.name for f in fields(SamplingParams))
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python prints
+        text = "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _whole(name: str, value: object) -> None:

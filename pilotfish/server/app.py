@@ -42,6 +42,7 @@ from .structured import blame
 
 log = logging.getLogger(__name__)
 Asked = TypeVar("Asked", Chat, Text, Tokenize)
+_LONGEST_NAME = 120  # of a model that is not served, in the answer that says so
 _GONE = 499  # nginx's word for a client that did not wait
 COMPLETIONS: dict[str, type[Chat] | type[Text]] = {"/v1/chat/completions": Chat, "/v1/completions": Text}
 OPEN_PATHS = ("/health", "/health/live", "/health/ready", *page.PATHS)
@@ -298,7 +299,8 @@ class Server:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.model:
-            message = f"the model {name!r} is not served here; {self.model!r} is"
+            shown = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
+            message = f"the model {shown!r} is not served here; {self.model!r} is"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     def _encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:

@@ -31,6 +31,7 @@ from .refusals import Json, Refusal, of_user_error
 
 log = logging.getLogger(__name__)
 _FIELDS = {"custom_id", "method", "url", "body"}
+_BEGINNING = b'{"id":"batch_req_'  # of a line of ours, as `to_json` writes it
 
 
 def run_batch(options: BatchOptions, source: str | Path, target: str | Path, load: Callable[[], LLM]) -> None:
@@ -39,8 +40,7 @@ def run_batch(options: BatchOptions, source: str | Path, target: str | Path, loa
     Raises OptionError for files that cannot be used, naming the line: before the model is loaded.
     """
     source, target = Path(source), Path(target)
-    if source.resolve() == target.resolve():
-        raise OptionError(f"{target} is both the questions and the answers: name another file for the answers")
+    _check_files(source, target)
     ids = _read_ids(source)
     with _opened(target) as journal:
         done = _recover(journal, target, ids)
@@ -60,6 +60,8 @@ def run_batch(options: BatchOptions, source: str | Path, target: str | Path, loa
         finally:
             batch.server.close()
         batch.tell(target)
+        if len(done) < len(ids):
+            raise OptionError(f"{len(ids) - len(done)} lines of {source} were gone when their turn came")
 
 
 class _Batch:
@@ -170,6 +172,15 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, Json]]:
         yield number, line
 
 
+def _check_files(source: Path, target: Path) -> None:
+    """Raises OptionError for what is no file, and for one file in both places, whatever it is called there."""
+    for path, name in ((source, "questions"), (target, "answers")):
+        if path.exists() and not path.is_file():
+            raise OptionError(f"{path} is no regular file: the {name} are read more than once")
+    if source.resolve() == target.resolve() or (source.exists() and target.exists() and source.samefile(target)):
+        raise OptionError(f"{target} is both the questions and the answers: name another file for the answers")
+
+
 def _read_ids(source: Path) -> set[str]:
     seen: dict[str, int] = {}
     try:
@@ -207,25 +218,34 @@ def _opened(target: Path) -> Iterator[BinaryIO]:
 
 
 def _recover(journal: BinaryIO, target: Path, ids: set[str]) -> set[str]:
-    """The ids that have an answer; cuts off a torn last line."""
+    """The ids that have an answer; cuts off a torn last line. Raises OptionError for anything that is not ours."""
     done: set[str] = set()
     journal.seek(0)
     end = 0
     for number, raw in enumerate(journal, 1):
-        if not raw.endswith(b"\n"):
+        # Behind answers of this very batch, or begun like one: else somebody's file would lose its last line.
+        if not raw.endswith(b"\n") and (end or raw.startswith(_BEGINNING) or _BEGINNING.startswith(raw)):
             break
         end += len(raw)
-        try:
-            line: Any = from_json(raw)
-            own = line["custom_id"]
-        except (ValueError, KeyError, TypeError):
-            raise OptionError(f"{target}, line {number} is no answer of a batch: name another file") from None
+        own = _answered(raw)
+        if own is None:
+            raise OptionError(f"{target}, line {number} is no answer of a batch: name another file")
         if own not in ids:
             raise OptionError(f"{target} answers {own!r}, which is not asked: it belongs to another batch")
         done.add(own)
     journal.truncate(end)
     journal.seek(0, os.SEEK_END)
     return done
+
+
+def _answered(raw: bytes) -> str | None:
+    """The custom_id of an answer's line; None if it is none."""
+    try:
+        line: Any = from_json(raw)
+    except ValueError:
+        return None
+    whole = isinstance(line, dict) and {"id", "custom_id", "response", "error"} <= line.keys()
+    return line["custom_id"] if whole and isinstance(line["custom_id"], str) else None
 
 
 def _append(journal: BinaryIO, answer: Json) -> None:

@@ -118,7 +118,7 @@ def test_passes_of_a_model_that_drafts_are_counted(prompts: str) -> None:
     assert row.draft_passes_per_token is not None and 0.4 < row.draft_passes_per_token < 1.2
     without = replace(report, rows=[one for one in report.rows if one.method != "draft_model"])
     for shown, told in ((report, True), (without, False)):
-        screen = Console(file=io.StringIO(), width=160)
+        screen = Console(file=io.StringIO(), width=152)
         print_report(shown, screen)
         assert ("draft passes" in screen.file.getvalue()) is told  # type: ignore[attr-defined]
 

@@ -321,3 +321,14 @@ def test_temperatures_beyond_the_float_type(dtype):
     for temperature in (1e39, 1e300):
         law_V = warp(logits_NV, SamplingParams(temperature=temperature))[0]
         torch.testing.assert_close(law_V, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0], dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "frequency_penalty"])
+def test_numbers_that_no_float_holds_are_refused_shortly(name: str) -> None:
+    with pytest.raises(OptionError, match=name) as caught:
+        SamplingParams(**{name: 10**400})
+    assert len(str(caught.value)) < 200
+    for bias in (10**400, -(10**400), 1e39, math.nan):
+        with pytest.raises(OptionError, match="logit_bias"):
+            SamplingParams(logit_bias={1: bias})
+    assert SamplingParams(logit_bias={1: -math.inf}).logit_bias == {1: -math.inf}

@@ -124,7 +124,8 @@ def test_other_files_are_not_touched(tmp_path):
     source = write(tmp_path / "in.jsonl", [line(1)])
     with pytest.raises(OptionError, match="both the questions and the answers"):
         run_batch(BatchOptions(), source, source, lambda: pytest.fail("loaded"))
-    for text, told in (("hello\n", "is no answer of a batch"), ('{"custom_id": "x"}\n', "belongs to another batch")):
+    other = json.dumps({"id": "batch_req_1", "custom_id": "x", "response": {}, "error": None}) + "\n"
+    for text, told in (("hello\n", "is no answer of a batch"), (other, "belongs to another batch")):
         target = tmp_path / "out.jsonl"
         target.write_text(text)
         with pytest.raises(OptionError, match=told):
@@ -234,3 +235,41 @@ def test_the_command(tmp_path):
     assert result.exit_code == 2 and "cannot be read" in result.output
     result = CliRunner().invoke(main, ["batch", "--help"])
     assert {"--served-model-name", "--max-completion-tokens", "--method"} <= set(result.output.split())
+
+
+def test_what_is_not_ours_is_never_cut_or_overwritten(tmp_path):
+    """A file without a last newline, one that only looks like answers, and the questions under another name."""
+    source = write(tmp_path / "in.jsonl", [line(1)])
+    asked = source.read_bytes()
+    for content in (b"precious", asked.strip(), asked, b'{"custom_id": ["1"]}\n'):
+        target = tmp_path / "precious.txt"
+        target.write_bytes(content)
+        with pytest.raises(OptionError, match="no answer of a batch"):
+            run_batch(BatchOptions(), source, target, lambda: pytest.fail("loaded"))
+        assert target.read_bytes() == content
+    twin = tmp_path / "twin.jsonl"
+    os.link(source, twin)
+    with pytest.raises(OptionError, match="both the questions and the answers"):
+        run_batch(BatchOptions(), source, twin, lambda: pytest.fail("loaded"))
+    assert source.read_bytes() == asked
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names here")
+def test_pipes_and_devices_are_refused(tmp_path):
+    pipe, source = tmp_path / "pipe", write(tmp_path / "in.jsonl", [line(1)])
+    os.mkfifo(pipe)
+    for questions, answers in ((pipe, tmp_path / "out.jsonl"), (source, pipe), (source, Path(os.devnull))):
+        with pytest.raises(OptionError, match="no regular file"):
+            run_batch(BatchOptions(), questions, answers, lambda: pytest.fail("loaded"))
+
+
+def test_questions_that_vanish_are_told(tmp_path):
+    source, target = write(tmp_path / "in.jsonl", [line(1), line(2)]), tmp_path / "out.jsonl"
+
+    def load():
+        write(source, [line(1)])
+        return an_llm(table())
+
+    with pytest.raises(OptionError, match="1 lines of .* were gone"):
+        run_batch(BatchOptions(), source, target, load)
+    assert set(read(target)) == {"id-1"}
