@@ -82,20 +82,18 @@ class _Text:
     """What the head knows of one text.
 
     request: whose text it is. names: what each row is known by, for rows to be shared. skew: places that were passed
-    over, so that row i is place i + skew from there on. waiting: fused states [n, hidden] of the places behind the
-    rows. output: state and logits of the last row, once all are read. drawn: the tree that is being judged.
+    over, so that row i is place i + skew from there on. waiting: states [n, 3 hidden] of the num_waiting places behind
+    the rows; they are not looked at before a draft is wanted, for it may well be none. output: state and logits of the
+    last row, once all are read. drawn: the tree that is being judged.
     """
 
     request: Request
     names: list[int]
     skew: int = 0
     waiting: list[Tensor] = field(default_factory=list)
+    num_waiting: int = 0
     output: tuple[Tensor, Tensor] | None = None
     drawn: Draft = EMPTY
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(len, self.waiting))
 
 
 @dataclass(slots=True)
@@ -187,10 +185,11 @@ class Eagle3Drafter(Drafter):
             return
         with torch.inference_mode():
             index = torch.tensor(rows, device=self.device)
-            states = torch.cat([taps[layer].index_select(0, index).float() for layer in self.layers], dim=1)
-            fused = torch.split(self.head.fuse(states), [count for _, count in owners])
-        for (text, _), part in zip(owners, fused, strict=True):
+            states_TD = torch.cat([taps[layer].index_select(0, index).float() for layer in self.layers], dim=1)
+            parts = torch.split(states_TD, [count for _, count in owners])
+        for (text, count), part in zip(owners, parts, strict=True):
             text.waiting.append(part)
+            text.num_waiting += count
             text.output = None
 
     def release(self, request: Request) -> None:
@@ -285,11 +284,12 @@ class Eagle3Drafter(Drafter):
                 waiting_TD = torch.cat(text.waiting)
                 states.append(waiting_TD[:budget])
                 text.waiting = [waiting_TD[budget:]] if len(waiting_TD) > budget else []
+                text.num_waiting = max(0, len(waiting_TD) - budget)
                 place = past + text.skew + 1
                 feeds.append(Feed(request.id, request.tokens[place : place + len(states[-1])], past, 1))
                 budget -= len(states[-1])
             last = torch.tensor([len(part) for part in states]).cumsum(0) - 1
-            hidden_TD, logits_NV = self._forward(feeds, torch.cat(states))
+            hidden_TD, logits_NV = self._forward(feeds, self.head.fuse(torch.cat(states)))
             for request, feed, *output in zip(todo, feeds, hidden_TD[last.to(self.device)], logits_NV, strict=False):
                 self._keep(request, len(feed.tokens))
                 self._texts[request.id].output = output[0], output[1]
