@@ -37,6 +37,7 @@ from .store import Text, TextStore, split, write_whole
 from .team import Team
 
 _BENCH_TOKENS = 96
+_BENCH_DRAFTED = "8,auto"  # a fixed number shows what the head can, auto what it is worth
 _LONGEST_BENCH_PROMPT = 700
 
 
@@ -221,7 +222,13 @@ def _bench(options: TrainOptions, target: Loaded, texts: Sequence[Text], head: P
     lines = [json.dumps({"prompt": list(text.ids[: text.num_prompt]), "category": text.kind or "text"})
              for text in held_out]  # fmt: skip
     write_whole(path, ("\n".join(lines) + "\n").encode())
-    bench = BenchOptions(prompts=str(path), limit=options.bench_limit, repeats=1, max_tokens=min(_BENCH_TOKENS, room))
+    bench = BenchOptions(
+        prompts=str(path),
+        limit=options.bench_limit,
+        repeats=1,
+        max_tokens=min(_BENCH_TOKENS, room),
+        num_speculative_tokens=_BENCH_DRAFTED,
+    )
     report = run_bench(bench, target, [{"method": _method(options), "model": str(head)}])
     print_report(report)
     return report

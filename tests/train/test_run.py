@@ -36,8 +36,9 @@ def test_one_command_ends_with_a_head_and_what_it_is_worth(model: str, tmp_path:
     assert result.exit_code == 0, result.stderr
     assert "collected" in result.stderr and f"--method {kind} --draft-model {out / 'head'}" in result.stderr
     rows = json.loads(result.stdout.splitlines()[-1])["rows"]
-    (row,) = [row for row in rows if row["method"] == kind and row["category"] == "all"]
+    row, auto = [row for row in rows if row["method"] == kind and row["category"] == "all"]
     assert row["identical"] and row["speedup"] is not None and len(row["acceptance_by_position"]) > 0
+    assert auto["num_speculative_tokens"] == "auto" and auto["identical"]
     load_head(out / "head", load(model))
     entries = [json.loads(line) for line in (out / "curves.jsonl").read_text().splitlines()]
     assert {entry["split"] for entry in entries} == {"train", "held_out"}
