@@ -112,9 +112,10 @@ def load_for(given: Any, model: CausalLM, tokenizer: Tokenizer | None, method: s
 
 
 def shipped(method: str, target: Loaded) -> Path | None:
-    """The folder of the head that comes along for this target; None if there is none."""
+    """The folder of the head that comes along for this target, by its sizes and, if it has a tokenizer, its vocabulary;
+    None if there is none."""
     folder = SHIPPED / method
-    if not (folder / CONFIG).is_file() or target.tokenizer is None:
+    if not (folder / CONFIG).is_file():
         return None
     try:
         fingerprint.check(trained_for(read_config(folder)), target, str(folder))

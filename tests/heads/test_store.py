@@ -323,8 +323,7 @@ def test_a_head_that_comes_along_is_taken_for_its_own_target_only(tmp_path, monk
         load_for(None, named.model, named.tokenizer, "eagle3")
     save_head(eagle3(), tmp_path / "eagle3", named)
     assert isinstance(load_for(None, named.model, named.tokenizer, "eagle3"), Eagle3Head)
-    with pytest.raises(DraftError, match="needs a trained head"):  # nothing says what its ids mean
-        load_for(None, named.model, None, "eagle3")
+    assert isinstance(load_for(None, named.model, None, "eagle3"), Eagle3Head)  # its sizes are told apart
     other = from_objects(tiny_model(num_hidden_layers=5), None)
     with pytest.raises(DraftError, match="needs a trained head"):
         load_for(None, other.model, named.tokenizer, "eagle3")
