@@ -10,6 +10,7 @@ to the draft: acceptance is a little too low, the order is right. The bench has 
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -152,6 +153,8 @@ def best_layers(options: TuneOptions, target: Loaded, engine: EngineOptions) -> 
     path = Path(options.out).expanduser().absolute().with_suffix(".layers.json")
     if not path.parent.is_dir():
         raise OptionError(f"{path} cannot be written: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OptionError(f"{path} cannot be written; name another file with --out")
     costs = measured(target.model)
     verify = [costs.seconds(rows) / costs.seconds(1) for rows in range(1, _MOST_DRAFTED + 2)]
     screen = new_console()

@@ -62,7 +62,9 @@ class ServeOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise OptionError(f"{name} must be a number above 0, not {value!r}")
-        for name in ("api_key", "served_model_name"):
+        for name in ("host", "api_key", "served_model_name"):
+            if not isinstance(getattr(self, name), str if name == "host" else str | None):
+                raise OptionError(f"{name} must be a text, not {getattr(self, name)!r}")
             if getattr(self, name) == "":
                 raise OptionError(f"{name} is empty: leave it out or give one")
         words = {"stream_granularity": ("run", "token"), "per_request_spec_decode_metrics": _METRICS}

@@ -78,6 +78,9 @@ def test_what_is_found_is_saved_and_reads_back(tmp_path: Path) -> None:
 def test_what_cannot_be_searched_is_named(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="single layer"):
         best_layers(options(tmp_path), from_objects(tiny_model("llama", num_hidden_layers=1)), EngineOptions())
+    (tmp_path / "taken.layers.json").mkdir()
+    with pytest.raises(OptionError, match=r"taken.layers.json cannot be written"):
+        best_layers(TuneOptions(out=str(tmp_path / "taken.json")), with_an_idle_layer(1), EngineOptions())
     with pytest.raises(OptionError, match="no folder"):
         best_layers(TuneOptions(out="no/such/folder/x.json"), with_an_idle_layer(1), EngineOptions())
 

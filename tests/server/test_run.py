@@ -150,3 +150,11 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
 def test_options_out_of_range(values):
     with pytest.raises(OptionError, match=next(iter(values))):
         ServeOptions(**values)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("host", 5), ("host", ""), ("host", None), ("api_key", 5), ("served_model_name", ["a"])]
+)
+def test_names_that_are_no_texts_are_refused(name, value):
+    with pytest.raises(OptionError, match=name):
+        ServeOptions(**{name: value})
