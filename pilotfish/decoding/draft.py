@@ -55,6 +55,16 @@ class Draft:
         """Whether every node has the one before it as its parent."""
         return self.parents == _chain_parents(len(self.tokens))
 
+    @property
+    def depth(self) -> int:
+        """Nodes of the longest path."""
+        if self.is_chain:
+            return len(self)
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return max(depths)
+
     def children(self) -> list[list[int]]:
         """Children of each node in order, and at index -1 (the last entry) those of the pending token."""
         lists: list[list[int]] = [[] for _ in range(len(self) + 1)]

@@ -32,7 +32,7 @@ from ..models.options import QUANTIZATIONS
 from ..paged.batch import Feed, lay_out
 from .base import Drafter, Setting
 from .drawing import Reduced, Run, extend
-from .growing import Drawing, Growth, confidence
+from .growing import Drawing, Growth, best, confidence
 from .shapes import RankPath, Ranks, rates_of
 from .states import kept_rows
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # How often drawn guesses of each rank are right, at the first, second, ... depth, before anything was seen of them.
 _BY_RANK = (1.0, 0.25, 0.12, 0.07, 0.05, 0.035, 0.025, 0.02)
 _BY_DEPTH = (0.6, 0.55, 0.5, 0.5)
-_LEVEL = 0.05  # what a pass of the head costs in passes of the target, roughly: it says how deep is too deep
+_LEVEL = 0.05  # what a pass of the head costs in passes of the target where that is not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ class Eagle3Drafter(Drafter):
                 work.tree = Drawing(request, self._shape(limit), self.target_ids)
             elif request.params.greedy or not probabilistic:
                 depth = min(self.options.tree_depth, limit)
-                work.tree = Growth(limit, self.options.tree_width, depth, request.stop_ids)
+                work.tree = Growth(limit, self.options.tree_width, depth, request.stop_ids, self.level_cost)
         num_rows = text.num_waiting + work.num_scratch
         if not self.cache.reserve(request.id, num_rows):
             self._close_idle(wanted)
@@ -268,7 +268,8 @@ class Eagle3Drafter(Drafter):
 
     def _shape(self, limit: int) -> list[RankPath]:
         shapes = self.ranks.shapes
-        return shapes.tree(*shapes.size([limit], self.options.tree_depth, _LEVEL, lambda _nodes: 1.0))
+        cost = self.level_cost or _LEVEL
+        return shapes.tree(*shapes.size([limit], self.options.tree_depth, cost, lambda _nodes: 1.0))
 
     def _read(self, requests: Sequence[Request]) -> None:
         """Feed what is waiting, at most max_rows a pass, and keep it; the last row's output is where drafts begin."""
@@ -355,10 +356,8 @@ class Eagle3Drafter(Drafter):
             self._grow(grown, logits_TV, hidden_TD)
 
     def _grow(self, works: Sequence[tuple[_Work, int, int]], logits_TV: Tensor, hidden_TD: Tensor) -> None:
-        width = min(self.options.tree_width, logits_TV.shape[1])
-        best_TK, ids_TK = logits_TV.topk(width, dim=1)
-        logprobs = (best_TK - logits_TV.logsumexp(1, keepdim=True)).tolist()
-        tokens = self.target_ids[ids_TK].tolist()
+        ids, logprobs = best(logits_TV, min(self.options.tree_width, logits_TV.shape[1]))
+        tokens = self.target_ids[ids].tolist()
         for work, start, stop in works:
             tree = work.tree
             assert isinstance(tree, Growth)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ..decoding.draft import EMPTY, MAX_NODES, Draft
 from ..decoding.noise import SeededNoise
 from ..decoding.request import Request
-from ..lazily import torch
+from ..lazily import np, torch
 from .shapes import RankPath
 
 if TYPE_CHECKING:
@@ -61,11 +61,12 @@ class Tree:
 
 class Growth(Tree):
     """A tree that is chosen. limit: nodes wanted. width: most nodes looked at in one pass. depth: longest path.
-    barren: tokens that end a text."""
+    barren: tokens that end a text. level_cost: of a pass that looks at a level, in passes of the target; a level that
+    promises less than it takes is not looked at."""
 
-    def __init__(self, limit: int, width: int, depth: int, barren: Set[int] = frozenset()):
+    def __init__(self, limit: int, width: int, depth: int, barren: Set[int] = frozenset(), level_cost: float = 0.0):
         super().__init__()
-        self.limit, self.width, self.depth, self.barren = limit, width, depth, barren
+        self.limit, self.width, self.depth, self.barren, self.level_cost = limit, width, depth, barren, level_cost
         self.values: list[float] = []
 
     def add(self, tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> None:
@@ -109,7 +110,18 @@ class Growth(Tree):
             return []
         best, new = self._best()[: self.limit - 1], set(found)
         fertile = [node for node in best if node in new and self.tokens[node] not in self.barren]
-        return fertile[: min(self.width, MAX_NODES - len(self.seen))]
+        fertile = fertile[: min(self.width, MAX_NODES - len(self.seen))]
+        return fertile if self._pays(fertile) else []
+
+    def _pays(self, nodes: Sequence[int]) -> bool:
+        """Whether looking at these raises tokens per second. What follows them is believed to hold the right token as
+        often as the first guesses do."""
+        if not self.level_cost:
+            return True
+        best = [(math.exp(self.values[node]), self.parents[node]) for node in self._best()]
+        first, tokens = sum(value for value, parent in best if parent < 0), 1 + sum(value for value, _ in best)
+        gain = first * sum(math.exp(self.values[node]) for node in nodes)
+        return gain * (1 + self.level_cost * (self._level + 1)) > self.level_cost * tokens
 
 
 class Drawing(Tree):
@@ -172,6 +184,26 @@ class Drawing(Tree):
             q_NV = q_NM.new_zeros(len(nodes), num_ids).index_copy_(1, self.ids_M, q_NM)
         tokens = [self.tokens[node] for node in nodes]
         return Draft(tuple(tokens), tuple(places[self.parents[node]] for node in nodes), q_NV, kind)
+
+
+def best(logits_TV: Tensor, num: int) -> tuple[Tensor, list[list[float]]]:
+    """Of each row the ``num`` likeliest places, the likeliest first, and their log-probabilities.
+
+    On a CPU row by row, and the sum in numpy: torch would split so little work between threads, and whoever keeps one
+    of them waiting makes it a hundred times as long.
+    """
+    if logits_TV.device.type != "cpu":
+        best_TK, ids_TK = logits_TV.topk(num, dim=1)
+        return ids_TK, (best_TK - logits_TV.logsumexp(1, keepdim=True)).tolist()
+    ids: list[Tensor] = []
+    logprobs: list[list[float]] = []
+    for logits_V in logits_TV:
+        best_K, ids_K = logits_V.topk(num)
+        largest = best_K[0]
+        total = math.log(float(np.exp((logits_V - largest).numpy()).sum()))
+        ids.append(ids_K)
+        logprobs.append((best_K - largest - total).tolist())
+    return torch.stack(ids), logprobs
 
 
 def confidence(logprob: float) -> int:

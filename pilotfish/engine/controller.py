@@ -12,7 +12,7 @@ passing a draft over in favour of the next arm.
     value           (B + sum of s) / (t_draft + t_target(B + rows)),  the rows taken in order of s
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,6 +44,9 @@ class Controller(Protocol):
     def cut(self, arm: int, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
         """Shorten drafts that were chosen, not drawn; an empty one passes the request on to the next arm."""
 
+    def level_cost(self, arm: int, requests: Sequence[Request]) -> float:
+        """What one more in depth takes an arm that drafts for these, in plain passes of the target; 0 if not known."""
+
     def learn(self, steps: Sequence[Step], drafts: Sequence[Draft]) -> None:
         """What was kept of each draft."""
 
@@ -72,6 +75,9 @@ class Fixed:
 
     def cut(self, arm: int, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
         return list(drafts)
+
+    def level_cost(self, arm: int, requests: Sequence[Request]) -> float:
+        return 0.0
 
     def learn(self, steps: Sequence[Step], drafts: Sequence[Draft]) -> None:
         pass
@@ -125,20 +131,27 @@ class _Worth:
 class _Arm:
     """What is known of one drafter.
 
-    costs: of a call, by the length of its longest draft. tried: seconds that trials lost. estimates: whether its drafts
-    carry chances, in which case `cut` decides, and before drafting all there is to ask is whether its calls save more
-    than they take; that depends on how many requests run (``worth``, by the bit length of their number). grows: whether
-    longer drafts take longer, chances or not: then the length is chosen before as well, by what drafts promised so far.
-    kinds: of drafts seen, for greedy requests and for others.
+    costs: of a call, by the length of its longest draft; levels: by its depth. tried: seconds that trials lost.
+    estimates: whether its drafts carry chances, in which case `cut` decides, and before drafting all there is to ask is
+    whether its calls save more than they take; that depends on how many requests run (``worth``, by the bit length of
+    their number). grows: whether longer drafts take longer, chances or not: then the length is chosen before as well,
+    by what drafts promised so far. branches: whether its drafts do: then it sets their depth itself, by `level_cost`,
+    and more nodes take no longer. kinds: of drafts seen, for greedy requests and for others.
     """
 
     grows: bool = False
     costs: DraftCosts = field(default_factory=DraftCosts)
+    levels: DraftCosts = field(default_factory=DraftCosts)
     tried: float = 0.0
     kinds: dict[bool, set[Hashable]] = field(default_factory=dict)
     estimates: bool = False
+    branches: bool = False
     worth: dict[int, _Worth] = field(default_factory=dict)
     seconds: float = 0.0  # of the call that is being judged
+
+    def drafting(self, length: int) -> float:
+        """Seconds of a call for drafts of this length."""
+        return self.costs.mean if self.branches and length else self.costs.seconds(length)
 
     def worth_at(self, num_requests: int) -> _Worth:
         fresh = _Worth(trial=max(_PROBE_LENGTH, _PROBE_EVERY // num_requests))
@@ -190,6 +203,10 @@ class Adaptive:
     def arm_limits(self, arm: int, requests: Sequence[Request]) -> list[int]:
         return [self._of(request).granted[arm] for request in requests]
 
+    def level_cost(self, arm: int, requests: Sequence[Request]) -> float:
+        plain = self.costs.seconds(len(requests))
+        return self._arms[arm].levels.slope / plain if plain else 0.0
+
     def _grant(self, arm: int, requests: Sequence[Request]) -> None:
         known = self._arms[arm]
         if known.estimates:
@@ -197,7 +214,7 @@ class Adaptive:
             for request in requests:
                 self._of(request).granted[arm] = length
             return
-        lengths = self._choose([self._typical(arm, request) for request in requests], known.costs)
+        lengths = self._choose([self._typical(arm, request) for request in requests], known.drafting)
         for request, length in zip(requests, lengths, strict=True):
             own = self._of(request)
             own.idle[arm] = 0 if length else own.idle[arm] + 1
@@ -222,6 +239,9 @@ class Adaptive:
         if all(self._num_steps - own.asked[arm] <= _BEHIND for own in owns):
             # Else a draft model catches up, or reads the prompt, and a look-up indexes it: no measure of drafting.
             known.costs.observe(max(map(len, drafts)), seconds)
+            known.levels.observe(max(draft.depth for draft in drafts), seconds)
+        if any(drafts):
+            known.branches = not all(draft.is_chain for draft in drafts)
         for own in owns:
             own.asked[arm] = self._num_steps
 
@@ -238,7 +258,7 @@ class Adaptive:
             if known.grows and draft.chances:
                 known.kinds.setdefault(request.params.greedy, set()).add(None)
                 self.acceptance.promise(self._of(request).rates, arm, own_chances)
-        lengths = self._choose([chances[i] for i in cuttable], DraftCosts(), fixed_rows + len(drafts) - len(cuttable))
+        lengths = self._choose([chances[i] for i in cuttable], _free, fixed_rows + len(drafts) - len(cuttable))
         result = list(drafts)
         for i, length in zip(cuttable, lengths, strict=True):
             own, kind = self._of(requests[i]), (arm, drafts[i].kind)
@@ -278,7 +298,7 @@ class Adaptive:
             length, known = self._of(request).granted[later], self._arms[later]
             if length and not known.estimates:
                 gain = sum(self._typical(later, request)[:length])
-                best = max(best, self._value(1, gain, length, known.costs.seconds(length)))
+                best = max(best, self._value(1, gain, length, known.drafting(length)))
         return best
 
     # -- after the pass ------------------------------------------------------------------------------------------
@@ -321,7 +341,9 @@ class Adaptive:
             self._own[request.id] = own
         return own
 
-    def _choose(self, chances: Sequence[Sequence[float]], drafting: DraftCosts, fixed_rows: int = 0) -> list[int]:
+    def _choose(
+        self, chances: Sequence[Sequence[float]], drafting: Callable[[int], float], fixed_rows: int = 0
+    ) -> list[int]:
         """Lengths that maximise (tokens) / (seconds); rows are taken in order of their chances.
 
         The step's own ratio, not the pace of late: how many tokens lie in easy and in hard stretches is the text's
@@ -334,10 +356,14 @@ class Adaptive:
         for count, (s, _, i) in enumerate(rows, start=1):
             tokens += s
             lengths[i] += 1
-            value = tokens / (self.costs.seconds(base + count) + drafting.seconds(max(lengths)))
+            value = tokens / (self.costs.seconds(base + count) + drafting(max(lengths)))
             if value > best_value:
                 best, best_value = list(lengths), value
         return best
+
+
+def _free(_length: int) -> float:
+    return 0.0
 
 
 def _was_chosen(draft: Draft) -> bool:

@@ -98,6 +98,16 @@ class DraftCosts:
         base, slope = self._line()
         return base + slope * length
 
+    @property
+    def mean(self) -> float:
+        """Of a call of any length; 0 while nothing is known."""
+        return self._t / self._weight if self._weight else 0.0
+
+    @property
+    def slope(self) -> float:
+        """Of one more in length; 0 while nothing is known."""
+        return self._line()[1] if self._weight else 0.0
+
     def observe(self, length: int, seconds: float) -> None:
         """Take in a measurement."""
         if length <= 0 or seconds <= 0:

@@ -244,6 +244,7 @@ class Engine:
         return [drafts.get(own, EMPTY) for own in ids], [arms.get(own, 0) for own in ids]
 
     def _ask(self, arm: int, drafter: Drafter, requests: list[Request], limits: list[int]) -> list[Draft]:
+        drafter.level_cost = self.controller.level_cost(arm, requests)
         started = time.perf_counter()
         try:
             proposed = drafter.propose(requests, limits)

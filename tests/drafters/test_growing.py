@@ -15,7 +15,7 @@ from pilotfish.decoding.noise import SeededNoise
 from pilotfish.decoding.request import Request
 from pilotfish.decoding.sampling import SamplingParams
 from pilotfish.decoding.verify import verify
-from pilotfish.drafters.growing import Drawing, Growth, confidence
+from pilotfish.drafters.growing import Drawing, Growth, best, confidence
 from pilotfish.drafters.shapes import RankPath, Shapes
 from tests.decoding.enumeration import (
     Branch,
@@ -89,6 +89,37 @@ def test_nodes_come_best_first_and_a_cut_keeps_the_best():
     for n in (1, 5, 12):
         assert whole.first(n).paths() == whole.paths()[:n]
         assert set(whole.first(n).paths()) == brute_force(n, 4)
+
+
+def test_a_level_is_looked_at_where_it_promises_more_than_it_takes():
+    """By hand: first guesses of .6 and .2, so .8 of .8 behind both; a pass of the target and two of the head would then
+    give 1.8 + .64 tokens for 1 + 2 c, against 1.8 for 1 + c."""
+    for cost, deeper in ((0.0, True), (0.5, True), (0.56, False), (2.0, False)):
+        growth = Growth(5, 3, 9, level_cost=cost)
+        growth.add([[1, 2]], [[math.log(0.6), math.log(0.2)]])
+        assert bool(growth.frontier) == deeper == ((1.8 + 0.64) / (1 + 2 * cost) > 1.8 / (1 + cost)), cost
+
+
+def test_sure_guesses_are_followed_further():
+    depths = []
+    for sure in (0.3, 0.6, 0.95):
+        growth = Growth(20, 3, 8, level_cost=0.3)
+        growth.add([[1, 2]], [[math.log(sure), math.log(0.01)]])
+        while growth.frontier:
+            lines = [[math.log(sure), math.log(0.01)]] * len(growth.frontier)
+            growth.add([[1, 2]] * len(lines), lines)
+        depths.append(growth.draft().depth)
+    assert depths == sorted(depths) and depths[0] == 1 and depths[2] > 4
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_best_of_a_row_and_their_log_probabilities(rows):
+    logits = torch.randn(rows, 50, generator=torch.Generator().manual_seed(3)) * 4
+    ids, logprobs = best(logits, 5)
+    expected = logits.log_softmax(1).topk(5, dim=1)
+    assert ids.tolist() == expected.indices.tolist()
+    assert torch.tensor(logprobs) == pytest.approx(expected.values, abs=1e-6)
+    assert all(map(math.isnan, best(torch.full((1, 4), math.nan), 2)[1][0])), "a broken law is one afterwards"
 
 
 def test_nothing_grows_behind_the_end_of_text():

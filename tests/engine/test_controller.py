@@ -169,6 +169,61 @@ def test_a_full_batch_drafts_less_than_a_single_request() -> None:
     assert sum(alone.lengths) > 3 * sum(crowd.lengths)
 
 
+class Treeing:
+    """A drafter of trees, 0.25 of a target pass a level: as deep as pays by what it is told of that; every level holds
+    the right token with a chance of 0.6, over four nodes."""
+
+    def __init__(self, *, told: bool = True):
+        self.controller = Adaptive(CostCurve(FLAT), growing=[True])
+        self.random = random.Random(1)
+        self.told, self.depths = told, list[int]()
+
+    def run(self, num_steps: int) -> float:
+        one, seconds, tokens = request(), 0.0, 0
+        self.depths = []
+        for _ in range(num_steps):
+            (limit,) = self.controller.limits([one])
+            draft = EMPTY
+            if limit:
+                cost = self.controller.level_cost(0, [one]) if self.told else 0.0
+                draft = self._tree(limit, cost)
+                seconds += 0.25 * draft.depth
+                self.controller.drafted(0, [one], [draft], 0.25 * draft.depth)
+                (draft,) = self.controller.cut(0, [one], [draft])
+            self.depths.append(draft.depth)
+            path = list[int]()
+            while (
+                children := [n for n, parent in enumerate(draft.parents) if parent == (path[-1] if path else -1)]
+            ) and self.random.random() < 0.15 * len(children):
+                path.append(children[0])
+            spent = CostCurve(FLAT).seconds(1 + len(draft))
+            seconds, tokens = seconds + spent, tokens + 1 + len(path)
+            self.controller.spent(1 + len(draft), spent)
+            kept = tuple(draft.tokens[node] for node in path)
+            self.controller.learn([Step(one, range(1), (*kept, 99), num_accepted=len(kept))], [draft])
+        return tokens / seconds
+
+    def _tree(self, limit: int, cost: float) -> Draft:
+        """Four nodes a level, the first of which is followed."""
+        parents, chances, reached, tokens = list[int](), list[float](), 1.0, 1.0
+        for level in range(8):
+            gain = 0.6 * reached
+            if level and gain * (1 + level * cost) <= cost * tokens:
+                break
+            parents += [4 * (level - 1) if level else -1] * 4
+            chances += [gain / 4] * 4
+            reached, tokens = gain, tokens + gain
+        return Draft(tuple(range(len(parents))), tuple(parents), chances=tuple(chances)).first(limit)
+
+
+def test_a_drafter_of_trees_is_told_what_a_level_takes() -> None:
+    """1.6 tokens for 1.1 + 0.25 passes are worth it, eight levels are not."""
+    one = Treeing()
+    one.run(100)
+    assert one.run(300) > 1.1 > 1.02 > Treeing(told=False).run(300)
+    assert statistics.mean(one.depths) < 3
+
+
 def test_fixed_is_fixed() -> None:
     controller = Fixed(3)
     assert controller.limits([request(), request()]) == [3, 3]
