@@ -99,13 +99,21 @@ class SeededNoise:
         self.seed, self.position = seed, position
 
     def accept(self, depth: int, sibling: int, probability: float) -> bool:
-        return uniform(self.seed, self.position, Lane.ACCEPT, _place(depth, sibling)) < probability
+        return self.coin(depth, sibling) < probability
 
     def choose(self, depth: int, weights_V: Tensor) -> int:
-        return invert_cdf(weights_V, uniform(self.seed, self.position, Lane.RESIDUAL, _place(depth, 0)))
+        return invert_cdf(weights_V, self.quantile(depth))
 
     def race(self, depth: int, p_V: Tensor) -> int:
         return race(self.seed, self.position + depth, p_V)
+
+    def coin(self, depth: int, sibling: int) -> float:
+        """The uniform that `accept` goes by."""
+        return uniform(self.seed, self.position, Lane.ACCEPT, _place(depth, sibling))
+
+    def quantile(self, depth: int) -> float:
+        """The uniform that `choose` goes by."""
+        return uniform(self.seed, self.position, Lane.RESIDUAL, _place(depth, 0))
 
     def draw(self, depth: int, q_V: Tensor, sibling: int = 0) -> int:
         """A drafter's draw from its own law: a lane of its own, so that q cannot meet the target's coins."""

@@ -71,6 +71,13 @@ class SpeculationStats:
             histogram[accepted] += 1
         return histogram
 
+    def histograms_by_length(self) -> dict[int, list[int]]:
+        """The same of the drafts of each length, which is a tree's number of nodes."""
+        histograms = {length: [0] * (length + 1) for length in sorted(set(self.per_step_drafted))}
+        for drafted, accepted in zip(self.per_step_drafted, self.per_step_accepted, strict=True):
+            histograms[drafted][accepted] += 1
+        return histograms
+
     def report(self) -> dict[str, object]:
         """The ``speculative_decoding`` block."""
         drafts, drafted, accepted = len(self.per_step_drafted), sum(self.per_step_drafted), sum(self.per_step_accepted)
@@ -78,6 +85,7 @@ class SpeculationStats:
             "mean_acceptance_length": 1 + accepted / drafts if drafts else 1.0,
             "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
             "acceptance_histogram": self.acceptance_histogram(),
+            "acceptance_histogram_by_draft_length": self.histograms_by_length(),
             "num_spec_steps": drafts,
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,
@@ -111,7 +119,7 @@ class Request:
     """One completion. Built by the engine; everything that changes, changes in `advance` and `finish_with`.
 
     prompt: what the text begins with; of an encoder-decoder model, the decoder's text. source: what its encoder reads,
-        empty for a decoder-only model.
+        empty for a decoder-only model. adapter: the target's that writes this text; "" is the target alone.
     max_length: prompt and output together never exceed it (the context). stop_ids: ids that end the text.
     text_stream: None if there is no tokenizer; then stop strings cannot be used.
     reference: extra text to copy from (OpenAI's predicted outputs), as ids; drafters may read it.
@@ -132,6 +140,7 @@ class Request:
     reference: tuple[int, ...] = ()
     constraint: Constraint | None = None
     source: tuple[int, ...] = ()
+    adapter: str = ""
     num_guessed: int = 0
     traced: bool = False
     tokens: list[int] = field(init=False)
@@ -215,7 +224,8 @@ class Request:
 
     def _read(self, token: int) -> str:
         """Account for one emitted token: its text, and whether the request ends here. The order is plain decoding's."""
-        if token in self.stop_ids and self.num_output > self.params.min_tokens:
+        # Within a grammar an end is drawn before min_tokens only where nothing else can follow (`sampling.process`).
+        if token in self.stop_ids and (self.num_output > self.params.min_tokens or self.constraint is not None):
             self.finish = FinishReason.STOP
             self.stop_reason = token if token in self.params.stop_token_ids else None
             return self._release(self.text_stream.flush() if self.text_stream else "")

@@ -163,7 +163,8 @@ def process(
 
     outputs: per row the new tokens before it (accepted drafts of *that row* included); read only if
     ``params.processed``. stop_ids: what min_tokens forbids. Ids beyond V are ignored: a draft head may be smaller.
-    allowed_NV: bool, what a grammar allows in each row; None: everything.
+    allowed_NV: bool, what a grammar allows in each row; None: everything. Where it allows nothing but ends, they stay
+    allowed even before min_tokens: there is nothing else to go on with.
     """
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     if allowed_NV is not None:
@@ -178,7 +179,12 @@ def process(
             logits_NV[:, token] += bias
     for row, output in enumerate(outputs):
         if len(output) < params.min_tokens:
-            logits_NV[row, [token for token in stop_ids if token < num_ids]] = -math.inf
+            ends = [token for token in stop_ids if token < num_ids]
+            left_V = None if allowed_NV is None else allowed_NV[row].clone()
+            if left_V is not None:
+                left_V[ends] = False
+            if left_V is None or bool(left_V.any()):
+                logits_NV[row, ends] = -math.inf
         if params.penalised:
             _penalise(logits_NV[row], params, prompt, output)
     return logits_NV

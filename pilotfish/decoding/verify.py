@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..lazily import torch
 from .draft import Draft
@@ -38,15 +38,26 @@ class Verdict:
     token: int
 
 
-def verify(draft: Draft, p_NV: Tensor, rule: Rule, noise: Noise) -> Verdict:
+class Laws(Protocol):
+    """The target's laws, a row [V] at a time: a tensor, or whatever makes a row when it is asked for. Only ``block``
+    looks at rows off the accepted path."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> Tensor: ...
+
+
+def verify(draft: Draft, p_NV: Laws, rule: Rule, noise: Noise) -> Verdict:
     """Apply a rule to one request's draft.
 
-    p_NV: [len(draft) + 1, V], the target's laws, normalised. Raises an AssertionError for a tree under ``block``.
+    p_NV: [len(draft) + 1, V], the target's laws, normalised; for ``block`` a tensor. Raises an AssertionError for a
+    tree under ``block``.
     """
-    assert len(p_NV) == len(draft) + 1, (p_NV.shape, len(draft))
+    assert len(p_NV) == len(draft) + 1, (len(p_NV), len(draft))
     if rule == "coupled":
         return match(draft, lambda row, depth: noise.race(depth, p_NV[row]))
     if rule == "block":
+        assert isinstance(p_NV, torch.Tensor)
         return _block(draft, p_NV, noise)
     return _rejection(draft, p_NV, noise)
 
@@ -62,19 +73,18 @@ def match(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
         path.append(node)
 
 
-def _rejection(draft: Draft, p_NV: Tensor, noise: Noise) -> Verdict:
+def _rejection(draft: Draft, p_NV: Laws, noise: Noise) -> Verdict:
     """Accept x with probability min(1, p / q), else go on with norm(max(p - q, 0)): its next sibling, or the end."""
     if draft.probs is None:
         return _rejection_of_points(draft, p_NV, noise)
-    p_of_node, q_of_node = _own_probabilities(draft, p_NV)
+    q_of_node = _drawn_probabilities(draft, draft.probs)
     children, node, path = draft.children(), -1, list[int]()
     while True:
         left_V = p_NV[node + 1]
         accepted = -1
         for sibling, child in enumerate(children[node]):
-            # The first sibling meets p itself, whose value is at hand; later ones meet what is left of it.
-            p = p_of_node[child] if sibling == 0 else float(left_V[draft.tokens[child]])
-            q = q_of_node[child]
+            # The first sibling meets p itself; later ones meet what is left of it.
+            p, q = float(left_V[draft.tokens[child]]), q_of_node[child]
             if p > 0 and noise.accept(len(path), sibling, p / q if q > 0 else 1.0):
                 accepted = child
                 break
@@ -85,22 +95,21 @@ def _rejection(draft: Draft, p_NV: Tensor, noise: Noise) -> Verdict:
         node = accepted
 
 
-def _rejection_of_points(draft: Draft, p_NV: Tensor, noise: Noise) -> Verdict:
+def _rejection_of_points(draft: Draft, p_NV: Laws, noise: Noise) -> Verdict:
     """The same for chosen tokens: q is one-hot, so a rejected guess only loses its own mass, and scalars suffice."""
-    p_of_node, _ = _own_probabilities(draft, p_NV)
     children, node, path = draft.children(), -1, list[int]()
     while True:
-        tried: list[int] = []
+        p_V, tried = p_NV[node + 1], list[int]()
         left, accepted = 1.0, -1
         for sibling, child in enumerate(children[node]):
-            p = p_of_node[child]
+            p = float(p_V[draft.tokens[child]])
             if p > 0 and noise.accept(len(path), sibling, p / left if left > p else 1.0):
                 accepted = child
                 break
             tried.append(draft.tokens[child])
             left -= p
         if accepted < 0:
-            return Verdict(tuple(path), noise.choose(len(path), _without(p_NV[node + 1], tried)))
+            return Verdict(tuple(path), noise.choose(len(path), _without(p_V, tried)))
         path.append(accepted)
         node = accepted
 
@@ -113,7 +122,7 @@ def _block(draft: Draft, p_NV: Tensor, noise: Noise) -> Verdict:
     independent and a failure does not end the walk. Three plausible variants of this are biased (see the tests).
     """
     assert draft.is_chain, "block verification is for chains"
-    n, (p_of_node, q_of_node) = len(draft), _own_probabilities(draft, p_NV)
+    n, (p_of_node, q_of_node) = len(draft), own_probabilities(draft, p_NV)
     weights = [1.0]
     for p, q in zip(p_of_node, q_of_node, strict=True):
         weights.append(min(1.0, weights[-1] * (p / q if q > 0 else 1.0)) if p > 0 else 0.0)
@@ -165,7 +174,7 @@ def _or_else(weights_V: Tensor, fallback_V: Tensor) -> Tensor:
     return weights_V if bool((weights_V > 0).any()) else fallback_V
 
 
-def _own_probabilities(draft: Draft, p_NV: Tensor) -> tuple[list[float], list[float]]:
+def own_probabilities(draft: Draft, p_NV: Tensor) -> tuple[list[float], list[float]]:
     """For each node p(token | its parent) and q(token): two lists of n floats, in one transfer each."""
     n = len(draft)
     if n == 0:
@@ -174,7 +183,10 @@ def _own_probabilities(draft: Draft, p_NV: Tensor) -> tuple[list[float], list[fl
     tokens_n = torch.tensor(draft.tokens, device=device)
     rows_n = torch.tensor([parent + 1 for parent in draft.parents], device=device)
     p: list[float] = p_NV[rows_n, tokens_n].tolist()
-    if draft.probs is None:
-        return p, [1.0] * n
-    q: list[float] = draft.probs[torch.arange(n, device=device), tokens_n].tolist()
-    return p, q
+    return p, [1.0] * n if draft.probs is None else _drawn_probabilities(draft, draft.probs)
+
+
+def _drawn_probabilities(draft: Draft, probs: Tensor) -> list[float]:
+    tokens_n = torch.tensor(draft.tokens, dtype=torch.int64, device=probs.device)
+    q: list[float] = probs[torch.arange(len(draft), device=probs.device), tokens_n].tolist()
+    return q

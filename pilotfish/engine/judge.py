@@ -5,26 +5,35 @@ argmax and one transfer, whatever requests they belong to; only sampled requests
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..decoding.draft import Draft
+from ..decoding.hearing import Hearing, Witness, hear, hear_choices
 from ..decoding.noise import SeededNoise
 from ..decoding.request import Request, TokenLogprob
-from ..decoding.sampling import likeliest, process, warp
+from ..decoding.sampling import SamplingParams, likeliest, process, warp
 from ..decoding.verify import Verdict, match, verify
 from ..errors import PilotfishError
 
 Judgement = tuple[Verdict, list[TokenLogprob]]
+Hearings = dict[str, Callable[[], Hearing]]  # by the request's id; put together when called, outside of what is timed
 
 
-def judge(requests: Sequence[Request], drafts: Sequence[Draft], logits_NV: Tensor) -> list[Judgement | PilotfishError]:
+def judge(
+    requests: Sequence[Request],
+    drafts: Sequence[Draft],
+    logits_NV: Tensor,
+    hearings: Hearings | None = None,
+) -> list[Judgement | PilotfishError]:
     """One verdict per request, with log-probabilities where asked for.
 
     logits_NV: the rows of all requests end to end, ``len(draft) + 1`` each. A request whose law is broken (NaN from
     the model) gets an error instead; the others are not touched.
+    hearings: if given, gets what each verdict was based on, by the request's id.
     """
     greedy_rows: list[int] = []
     greedy_values: list[float] = []
@@ -38,8 +47,11 @@ def judge(requests: Sequence[Request], drafts: Sequence[Draft], logits_NV: Tenso
             broken = [math.isnan(value) for value in greedy_values[start:stop]]
             verdict = _match_choices(draft, greedy_rows[start:stop])
             results.append(_broken(request) if broken[0] else (_before_broken(draft, verdict, broken), []))
+            if hearings is not None and not broken[0]:
+                choices = greedy_rows[start:stop]
+                hearings[request.id] = _hear_choices(request, draft, logits_NV[start:stop], choices, verdict)
         else:
-            results.append(_judge_one(request, draft, logits_NV[start:stop]))
+            results.append(_judge_one(request, draft, logits_NV[start:stop], hearings))
         start = stop
     assert start == len(logits_NV), "one row per pending token and node"
     return results
@@ -54,7 +66,15 @@ def _plainly_greedy(request: Request) -> bool:
     return params.greedy and not params.processed and params.logprobs is None and request.constraint is None
 
 
-def _judge_one(request: Request, draft: Draft, logits_NV: Tensor) -> Judgement | PilotfishError:
+def _hear_choices(
+    request: Request, draft: Draft, logits_NV: Tensor, choices: Sequence[int], verdict: Verdict
+) -> Callable[[], Hearing]:
+    return partial(hear_choices, request.seed, len(request.tokens), draft, logits_NV, choices, verdict)
+
+
+def _judge_one(
+    request: Request, draft: Draft, logits_NV: Tensor, hearings: Hearings | None
+) -> Judgement | PilotfishError:
     params = request.params
     outputs = request.row_outputs(draft) if params.processed else ()
     try:
@@ -67,12 +87,18 @@ def _judge_one(request: Request, draft: Draft, logits_NV: Tensor) -> Judgement |
         choices, values = likeliest(processed_NV)
         broken = [math.isnan(value) or value == -math.inf for value in values]  # -inf: every id is forbidden
         verdict = _match_choices(draft, choices)
+        if hearings is not None and not broken[0]:
+            hearings[request.id] = _hear_choices(request, draft, processed_NV, choices, verdict)
     else:
-        p_NV = warp(logits_NV, *context)
-        broken = p_NV.sum(1).isnan().tolist()
-        if any(broken):  # any law will do there: the verdict is cut before it
-            p_NV = torch.where(torch.tensor(broken, device=p_NV.device)[:, None], 1 / p_NV.shape[1], p_NV)
-        verdict = verify(draft, p_NV, request.rule, SeededNoise(request.seed, len(request.tokens)))
+        noise = (SeededNoise if hearings is None else Witness)(request.seed, len(request.tokens))
+        if request.rule != "block" and hearings is None and params.logprobs is None and logits_NV.device.type == "cpu":
+            laws = _LazyLaws(logits_NV, *context)
+            verdict, broken = verify(draft, laws, request.rule, noise), laws.broken
+        else:
+            p_NV, broken = _repaired(warp(logits_NV, *context))
+            verdict = verify(draft, p_NV, request.rule, noise)
+        if hearings is not None and isinstance(noise, Witness) and not broken[0]:
+            hearings[request.id] = partial(hear, noise, request.rule, draft, p_NV, verdict)
     if broken[0]:
         return _broken(request)
     verdict = _before_broken(draft, verdict, broken)
@@ -83,6 +109,47 @@ def _judge_one(request: Request, draft: Draft, logits_NV: Tensor) -> Judgement |
     else:
         logprobs_NV = torch.log_softmax(processed_NV, 1) if params.greedy else p_NV.log()
     return verdict, _logprobs(logprobs_NV, draft, verdict, params.logprobs)
+
+
+class _LazyLaws:
+    """What `warp` makes of each row, when it is looked at: a rule sees the accepted path alone, and on a CPU a softmax
+    over a vocabulary takes a percent of a pass. broken: of rows seen, whether their law was."""
+
+    def __init__(
+        self,
+        logits_NV: Tensor,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        outputs: Sequence[Sequence[int]],
+        stop_ids: Set[int],
+        allowed_NV: Tensor | None,
+    ):
+        self.logits_NV, self.params, self.prompt, self.outputs = logits_NV, params, prompt, outputs
+        self.stop_ids, self.allowed_NV = stop_ids, allowed_NV
+        self.broken = [False] * len(logits_NV)
+        self._made: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.logits_NV)
+
+    def __getitem__(self, row: int) -> Tensor:
+        row %= len(self)
+        if row not in self._made:
+            own = slice(row, row + 1)
+            allowed_1V = None if self.allowed_NV is None else self.allowed_NV[own]
+            p_1V, (self.broken[row],) = _repaired(
+                warp(self.logits_NV[own], self.params, self.prompt, self.outputs[own], self.stop_ids, allowed_1V)
+            )
+            self._made[row] = p_1V[0]
+        return self._made[row]
+
+
+def _repaired(p_NV: Tensor) -> tuple[Tensor, list[bool]]:
+    """Which laws are broken (NaN); any law will do there, for the verdict is cut before it."""
+    broken = p_NV.sum(1).isnan().tolist()
+    if any(broken):
+        p_NV = torch.where(torch.tensor(broken, device=p_NV.device)[:, None], 1 / p_NV.shape[1], p_NV)
+    return p_NV, broken
 
 
 def _before_broken(draft: Draft, verdict: Verdict, broken: Sequence[bool]) -> Verdict:

@@ -302,6 +302,7 @@ def test_stats_count_what_was_emitted():
         "mean_acceptance_length": 1 + 4 / 3,
         "draft_acceptance_rate": 4 / 9,
         "acceptance_histogram": [1, 0, 2, 0],
+        "acceptance_histogram_by_draft_length": {3: [1, 0, 2, 0]},
         "num_spec_steps": 3,
         "num_accepted_draft_tokens": 4,
         "num_draft_tokens": 9,

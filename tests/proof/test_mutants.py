@@ -57,12 +57,12 @@ def test_penalties_that_do_not_see_the_draft_are_found_out(ground, table, monkey
 
 
 def warmer(logits_NV, params, *context):
-    return warp(logits_NV if len(logits_NV) == 1 or params.temperature == 1 else logits_NV / 1.3, params, *context)
+    return warp(logits_NV if params.temperature == 1 else logits_NV / 1.3, params, *context)
 
 
 def without_top_p(logits_NV, params, *context):
     p_NV = warp(logits_NV, params, *context)
-    return p_NV if len(logits_NV) == 1 or params.top_p == 1 else logits_NV.softmax(1)
+    return p_NV if params.top_p == 1 else logits_NV.softmax(1)
 
 
 @pytest.mark.parametrize("mutant", [warmer, without_top_p])
@@ -78,7 +78,14 @@ def test_rows_of_a_draft_that_are_warped_in_another_way_are_found_out(ground, ta
         return tallies.text.fit().p_value
 
     assert min(map(p_value, RULES)) > 1e-3
-    monkeypatch.setattr(judge, "warp", mutant)
+    own_judge = judge._judge_one
+
+    def judging(request, draft, *rest):
+        judge.warp = mutant if len(draft) else warp
+        return own_judge(request, draft, *rest)
+
+    monkeypatch.setattr(judge, "warp", warp)
+    monkeypatch.setattr(judge, "_judge_one", judging)
     assert max(map(p_value, RULES)) < CERTAIN
     assert not compare(ground(table, max_tokens=32), SHAPED_TEMPERATURE, EVERYTHING).check.passed
 
