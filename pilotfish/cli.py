@@ -1,5 +1,5 @@
-"""The command line: generate, chat, serve, batch, inspect, bench, verify, tune, train. Flags come from the option
-dataclasses.
+"""The command line: generate, chat, explain, serve, batch, inspect, bench, verify, tune, train. Flags come from the
+option dataclasses.
 
 It does not know how anything is done. The one trick: every error a user can mend leaves through one door, as one
 line that names the value and the way out, with exit status 2. What a command does is imported when it runs.
@@ -24,11 +24,13 @@ from .engine.options import EngineOptions
 from .errors import OptionError, PilotfishError, UserError
 from .models.options import LoadOptions
 from .proof.options import VerifyOptions
+from .scale.options import NOT_OF_A_BATCH, ScaleOptions
 from .server.options import BatchOptions, ServeOptions
 from .train.options import Eagle3Options, MedusaOptions, TrainOptions
 
-_SERVE_EXTRA = ("prometheus_client", "pydantic", "starlette", "uvicorn")
+_EXTRAS = {"serve": ("prometheus_client", "pydantic", "starlette", "uvicorn"), "ray": ("ray", "pandas", "pyarrow")}
 _SAMPLING_DEFAULTS = {"temperature": 0.0}  # at the prompt people expect the same answer twice
+_EXPLAIN_DEFAULTS = {"temperature": 0.8, "max_tokens": 32}  # so that there are coins to see, on one page
 
 
 class _Commands(click.Group):
@@ -85,12 +87,22 @@ def _drafting_flags(
     return decorate
 
 
-def _sampling_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    command = flags.from_fields(SamplingParams, StructuredOutputsParams, default=_SAMPLING_DEFAULTS)(command)
-    command = click.option("--stop", multiple=True, help="end the text before this string; may be given several times")(
-        command
-    )
-    return click.option("--stop-token-ids", multiple=True, type=int, help="end the text after this token id")(command)
+def _sampling_flags(
+    default: Mapping[str, float] = _SAMPLING_DEFAULTS,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        command = flags.from_fields(SamplingParams, StructuredOutputsParams, default=default)(command)
+        command = click.option(
+            "--stop", multiple=True, help="end the text before this string; may be given several times"
+        )(command)
+        return click.option("--stop-token-ids", multiple=True, type=int, help="end the text after this token id")(
+            command
+        )
+
+    return decorate
+
+
+_trace_flag = click.option("--trace", metavar="FILE", help="write a record of each pass into this JSONL file")
 
 
 @main.command()
@@ -99,11 +111,19 @@ def _sampling_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--raw", is_flag=True, help="do not put the prompt into the model's chat format")
 @click.option("--reference", type=click.File("r", encoding="utf-8"), help="a text the answer will resemble")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object instead of the text")
+@_trace_flag
 @_model_flags
 @_drafting_flags()
-@_sampling_flags
+@_sampling_flags()
 def generate(
-    prompt: str | None, file: Any, raw: bool, reference: Any, as_json: bool, model: str, **values: Any
+    prompt: str | None,
+    file: Any,
+    raw: bool,
+    reference: Any,
+    as_json: bool,
+    trace: str | None,
+    model: str,
+    **values: Any,
 ) -> None:
     """Complete PROMPT, streaming.
 
@@ -113,26 +133,70 @@ def generate(
         raise OptionError("give either PROMPT or --file")
     text = prompt if file is None else _read_text(file)
     params = _params(values)
-    llm = _llm(model, values)
-    ids = text
-    if not raw and llm.tokenizer is not None and llm.tokenizer.hf.chat_template:
-        ids = llm.chat_prompt([{"role": "user", "content": text}])
-    hint = _read_text(reference) if reference else None
-    if as_json or params.n > 1:
-        _print_json(llm, ids, params, hint)
-        return
-    from .terminal import show
+    with _traced(trace) as listen:
+        llm = _llm(model, values)
+        listen(llm)
+        ids = _asked(llm, str(text), raw)
+        hint = _read_text(reference) if reference else None
+        if as_json or params.n > 1:
+            _print_json(llm, ids, params, hint)
+            return
+        from .terminal import show
 
-    interrupted = show(llm.stream(ids, params, reference=hint), llm=llm)
+        interrupted = show(llm.stream(ids, params, reference=hint), llm=llm)
     if interrupted:
         raise SystemExit(130)
+
+
+@main.command()
+@click.argument("prompt")
+@click.option("--raw", is_flag=True, help="do not put the prompt into the model's chat format")
+@click.option("--html", metavar="FILE", help="also write the story as one page that needs nothing else")
+@_trace_flag
+@_model_flags
+@_drafting_flags()
+@_sampling_flags(_EXPLAIN_DEFAULTS)
+def explain(prompt: str, raw: bool, html: str | None, trace: str | None, model: str, **values: Any) -> None:
+    """Show how speculative decoding works, on PROMPT.
+
+    Each pass of a real run: what was guessed, p and q, the coin, what was kept, and where the other token came from.
+    Drafts with layers of the model itself unless told otherwise; the same command tells the same story again.
+    """
+    from .explain.run import DEFAULTS, run_explain
+
+    params = _params(values, _EXPLAIN_DEFAULTS)
+    config = _drafting(values)
+    if "method" not in config and "model" not in config:
+        config = DEFAULTS | config
+    llm = _llm(model, values, {"num_speculative_tokens": DEFAULTS["num_speculative_tokens"]} | config)
+    about = {"prompt": prompt, "model": llm.describe()}
+    run_explain(llm, _asked(llm, prompt, raw), params, about, html=html, trace=trace)
+
+
+def _asked(llm: Any, text: str, raw: bool) -> Any:
+    """A prompt as the model's chat format has it, if there is one."""
+    if raw or llm.tokenizer is None or not llm.tokenizer.hf.chat_template:
+        return text
+    return llm.chat_prompt([{"role": "user", "content": text}])
+
+
+@contextlib.contextmanager
+def _traced(path: str | None) -> Iterator[Callable[[Any], None]]:
+    """What has an LLM's passes written into this file, which is opened now, before a model is loaded."""
+    if path is None:
+        yield lambda _llm: None
+        return
+    from .trace import TraceFile, listen
+
+    with TraceFile(path) as file:
+        yield lambda llm: listen(llm.engine, llm.tokenizer, file.write)
 
 
 @main.command()
 @click.option("--system", help="a system message")
 @_model_flags
 @_drafting_flags()
-@_sampling_flags
+@_sampling_flags()
 def chat(system: str | None, model: str, **values: Any) -> None:
     """Talk to the model.
 
@@ -150,10 +214,20 @@ def chat(system: str | None, model: str, **values: Any) -> None:
         messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
+_adapters_flag = click.option(
+    "--adapters",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="a LoRA adapter kept beside the weights: a request whose model is NAME is written by it; may be given several "
+    "times",
+)
+
+
 @main.command()
 @_model_flags
+@_adapters_flag
 @_drafting_flags()
-@flags.from_fields(ServeOptions)
+@flags.from_fields(ServeOptions, ScaleOptions)
 def serve(model: str, **values: Any) -> None:
     """Serve the OpenAI API.
 
@@ -161,7 +235,13 @@ def serve(model: str, **values: Any) -> None:
     """
     key = os.environ.get("PILOTFISH_API_KEY")
     options = flags.pick(ServeOptions, values, **({} if key is None else {"api_key": key}))
-    with _serve_extra("serve"):
+    scale = flags.pick(ScaleOptions, values)
+    if scale.ray:
+        with _extra("serve --ray"):
+            from .scale.deploy import serve_on_ray
+        serve_on_ray(_recipe(model, values), options, scale)
+        return
+    with _extra("serve"):
         from .server.run import serve as run
     run(options, lambda: _llm(model, values))
 
@@ -170,27 +250,45 @@ def serve(model: str, **values: Any) -> None:
 @click.argument("source", type=click.Path())
 @click.argument("target", type=click.Path())
 @_model_flags
+@_adapters_flag
 @_drafting_flags()
 @flags.from_fields(BatchOptions)
+@flags.from_fields(ScaleOptions, without=NOT_OF_A_BATCH)
 def batch(source: str, target: str, model: str, **values: Any) -> None:
     """Answer the requests in SOURCE, a line each in OpenAI's batch format, into TARGET.
 
     Many at once, in the order they get ready. However it was ended, the same command goes on where it stopped.
     """
-    with _serve_extra("batch"):
+    options, scale = flags.pick(BatchOptions, values), flags.pick(ScaleOptions, values)
+    if scale.ray:
+        with _extra("batch --ray"):
+            from .scale.data import run_batch_on_ray
+        run_batch_on_ray(options, source, target, _recipe(model, values), scale)
+        return
+    with _extra("batch"):
         from .server.batch import run_batch
-    run_batch(flags.pick(BatchOptions, values), source, target, lambda: _llm(model, values))
+    run_batch(options, source, target, lambda: _llm(model, values))
+
+
+def _recipe(model: str, values: Mapping[str, Any]) -> Any:
+    """What each engine loads for itself, elsewhere."""
+    from .scale.recipe import Recipe
+
+    load, engine = flags.pick(LoadOptions, values), flags.pick(EngineOptions, values)
+    return Recipe(model=model, speculative_config=_drafting(values), load=load, engine=engine)
 
 
 @contextlib.contextmanager
-def _serve_extra(command: str) -> Iterator[None]:
+def _extra(command: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _SERVE_EXTRA:
-            raise
-        told = f"{command} needs {error.name}, which is not installed: pip install 'pilotfish[serve]'"
-        raise OptionError(told) from None
+        missing = (error.name or "").partition(".")[0]
+        for extra, packages in _EXTRAS.items():
+            if missing in packages:
+                told = f"{command} needs {missing}, which is not installed: pip install 'pilotfish[{extra}]'"
+                raise OptionError(told) from None
+        raise
 
 
 @main.command()
@@ -259,11 +357,13 @@ def _read_text(file: Any) -> str:
         raise OptionError(f"{file.name} is not a text in UTF-8: {error}") from error
 
 
-def _llm(model: str, values: Mapping[str, Any]) -> Any:
+def _llm(model: str, values: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Any:
+    """config: instead of what the flags say of drafting."""
     from .llm import LLM
 
     load, engine = flags.pick(LoadOptions, values), flags.pick(EngineOptions, values)
-    llm = LLM(model, speculative_config=_drafting(values), **asdict(load), **asdict(engine))
+    drafting = _drafting(values) if config is None else config
+    llm = LLM(model, speculative_config=drafting, **asdict(load), **asdict(engine))
     click.echo(llm.describe(), err=True)
     return llm
 
@@ -280,12 +380,12 @@ def _drafting(values: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _params(values: Mapping[str, Any]) -> SamplingParams:
+def _params(values: Mapping[str, Any], default: Mapping[str, Any] = _SAMPLING_DEFAULTS) -> SamplingParams:
     given = flags.given(values)
     names = {spec.metadata.get("flag", spec.name): spec.name for spec in fields(StructuredOutputsParams)}
     wish = {name: given[flag] for flag, name in names.items() if given.get(flag)}
     wanted = StructuredOutputsParams(**wish) if wish else None
-    return flags.pick(SamplingParams, values, structured_outputs=wanted, **_SAMPLING_DEFAULTS)
+    return flags.pick(SamplingParams, values, structured_outputs=wanted, **default)
 
 
 def _print_json(llm: Any, prompt: Any, params: SamplingParams, reference: str | None) -> None:

@@ -119,7 +119,9 @@ class LLM:
         """Around a loaded Hugging Face model and its tokenizer (None: prompts and results are token ids)."""
         settings = _read_options(speculative_config, options)
         if settings.load != LoadOptions():
-            raise OptionError("dtype, device, quantization and model_impl belong to loading: give them to load()")
+            raise OptionError(
+                f"{', '.join(f.name for f in fields(LoadOptions))} belong to loading: give them to load()"
+            )
         llm = cls.__new__(cls)
         llm._start(model if isinstance(model, Loaded) else from_objects(model, tokenizer), settings)
         return llm
@@ -147,13 +149,15 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         references: Sequence[Prompt | None] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Complete prompts (text or token ids), batched; results in the order of the prompts, ``n`` for each.
 
         params: one for all, or one per prompt. references: per prompt, text the answer will resemble (OpenAI's
-        predicted outputs), for drafters that copy. Raises PromptError and CapacityError before anything runs.
+        predicted outputs), for drafters that copy. adapter: which of the model's ``adapters`` writes, by name, one for
+        all or one per prompt; None is the model alone. Raises PromptError and CapacityError before anything runs.
         """
-        requests = self._add_all(_as_list(prompts), params, references)
+        requests = self._add_all(_as_list(prompts), params, references, adapter)
         try:
             while any(not request.finish for request in requests):
                 self._step()
@@ -164,17 +168,22 @@ class LLM:
         finally:  # an error leaves no request behind
             for request in requests:
                 self.engine.abort(request)
-            self._remember_gain()
+            self.remember_gain()
         return [completion(request, i) for i, request in enumerate(requests)]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, reference: Prompt | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        reference: Prompt | None = None,
+        adapter: str | None = None,
     ) -> Iterator[Chunk]:
         """Complete one prompt, chunk by chunk; the last chunk carries the completion. Closing the stream aborts."""
         params = SamplingParams() if params is None else _checked(params)
         if params.n != 1:
             raise OptionError("stream gives one completion; use generate for n > 1")
-        (request,) = self._add_all([prompt], params, None if reference is None else [reference])
+        (request,) = self._add_all([prompt], params, None if reference is None else [reference], adapter)
         inbox = self._inboxes[request.id] = deque()
         try:
             while inbox or not request.finish:
@@ -185,7 +194,7 @@ class LLM:
         finally:
             del self._inboxes[request.id]
             self.engine.abort(request)
-            self._remember_gain()
+            self.remember_gain()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
         """Answer a conversation (``[{"role": "user", "content": ...}, ...]``) through the model's chat template."""
@@ -224,6 +233,16 @@ class LLM:
         controller = self.engine.controller
         return controller.predicted_gain if isinstance(controller, Adaptive) and controller.num_judged else None
 
+    def remember_gain(self) -> None:
+        """Note what drafting gained since the last note, for the start-up line of later runs, if that is worth a file.
+        `generate` and `stream` do it themselves; whoever drives the engine by hand may."""
+        controller, gain = self.engine.controller, self.predicted_gain
+        if isinstance(controller, Adaptive) and gain is not None:
+            fresh = controller.num_judged - self._num_remembered
+            if fresh >= _WORTH_REMEMBERING:
+                remember_gain(self.engine.target, self._drafting_name, gain, fresh)
+                self._num_remembered = controller.num_judged
+
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _outlook(self) -> str:
@@ -239,14 +258,6 @@ class LLM:
     def _drafting_name(self) -> str:
         return f"{self.speculation.method} {self.engine.drafter.describe()}"
 
-    def _remember_gain(self) -> None:
-        controller, gain = self.engine.controller, self.predicted_gain
-        if isinstance(controller, Adaptive) and gain is not None:
-            fresh = controller.num_judged - self._num_remembered
-            if fresh >= _WORTH_REMEMBERING:
-                remember_gain(self.engine.target, self._drafting_name, gain, fresh)
-                self._num_remembered = controller.num_judged
-
     def _step(self) -> None:
         """One step for everybody: the events of other open streams wait until those are read on."""
         for event in self.engine.step():
@@ -258,6 +269,7 @@ class LLM:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         references: Sequence[Prompt | None] | None,
+        adapter: str | Sequence[str | None] | None,
     ) -> list[Request]:
         if isinstance(params, Sequence) and not isinstance(params, str):
             each = [_checked(one) for one in params]
@@ -266,18 +278,21 @@ class LLM:
         if references is not None and (isinstance(references, str) or not isinstance(references, Sequence)):
             raise OptionError(f"references must be a list, a text (or None) for each prompt, not {references!r}")
         hints = [None] * len(prompts) if references is None else list(references)
-        for name, values in (("params", each), ("references", hints)):
+        alone = adapter is None or isinstance(adapter, str) or not isinstance(adapter, Sequence)
+        adapters: list[Any] = [adapter] * len(prompts) if alone else list(adapter or ())
+        for name, values in (("params", each), ("references", hints), ("adapters", adapters)):
             if len(values) != len(prompts):
                 raise OptionError(f"{len(prompts)} prompts but {len(values)} {name}: give one for each")
         requests: list[Request] = []
         try:
-            for prompt, own, hint in zip(prompts, each, hints, strict=True):
+            for prompt, own, hint, adapted in zip(prompts, each, hints, adapters, strict=True):
                 ids = self._ids(prompt)
                 requests += self.engine.add(
                     ids,
                     own,
                     text_stream=None if self.tokenizer is None else self._text_stream,
                     reference=[] if hint is None else self._ids(hint, special=False),
+                    adapter=adapted,
                 )
         except Exception:
             for request in requests:

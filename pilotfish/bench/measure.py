@@ -10,6 +10,7 @@ was learnt or cached from the same prompts in an earlier repeat can help. Prefix
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ..errors import PilotfishError, PromptError
 from ..llm import LLM
 from ..models.load import Loaded, load
 from ..models.tokenizer import Detokenizer
+from ..trace import Json, TraceFile, listen
 from .clock import Clock, TimedStep
 from .divergence import first_difference, margin
 from .environment import describe
@@ -74,7 +76,18 @@ def run_bench(
     """
     if options.plot is not None:
         check(options.plot)
-    work = _prepare(options, target, speculations, engine or EngineOptions())
+    with TraceFile(options.trace) if options.trace is not None else nullcontext() as trace:
+        work = _prepare(options, target, speculations, engine or EngineOptions())
+        report = _report(work)
+        if trace is not None and not report.environment["interrupted"]:
+            _trace(work, trace)
+    if options.plot is not None and report.rows:
+        draw(report, options.plot)
+    return report
+
+
+def _report(work: _Work) -> Report:
+    options = work.options
     interrupted = False
     with Progress(options.repeats * len(_units(work)) * len(work.variants)) as progress:
         try:
@@ -83,13 +96,10 @@ def run_bench(
             interrupted = True
     agreement = _agreement(work) if options.comparable else {}
     categories = [prompt.category for prompt in work.prompts]
-    report = Report(
+    return Report(
         rows_of(work.runs, work.variants, options.temperature, agreement, categories),
-        describe(target.model.info, options, num_prompts=len(work.prompts), interrupted=interrupted),
+        describe(work.target.model.info, options, num_prompts=len(work.prompts), interrupted=interrupted),
     )
-    if options.plot is not None and report.rows:
-        draw(report, options.plot)
-    return report
 
 
 def _prepare(
@@ -222,6 +232,18 @@ def _run(work: _Work, llm: LLM, clock: Clock, variant: Variant, unit: _Unit, rep
         num_failed_drafts=llm.engine.num_failed_drafts - failed,
         num_draft_passes=_draft_passes(llm) - passes,
     )
+
+
+def _trace(work: _Work, file: TraceFile) -> None:
+    """Everything once more, with fresh engines, for the records: writing them would count in what was measured."""
+    for variant, config in zip(work.variants, work.configs, strict=True):
+        llm = LLM.from_model(work.target, speculative_config=config, **asdict(work.engine))
+        clock = Clock(llm.engine)
+        for unit in _units(work):
+            names = [work.prompts[i].name for i in unit.prompts]
+            about: Json = {"variant": variant.method, "K": variant.num_drafted, "prompts": names}
+            listen(llm.engine, llm.tokenizer, lambda one, about=about: file.write(about | one))  # type: ignore[misc]
+            _drive(llm, clock, [work.ids[i] for i in unit.prompts], work.params)
 
 
 def _draft_passes(llm: LLM) -> int:

@@ -26,6 +26,9 @@ class BenchOptions:
     ignore_eos: bool = field(default=False, metadata={"help": "go on after the end of text, for equal lengths"})
     profile: bool = field(default=False, metadata={"help": "also show where each millisecond of a step goes"})
     plot: str | None = field(default=None, metadata={"help": "also draw the results into this PNG file"})
+    trace: str | None = field(
+        default=None, metadata={"help": "then run each prompt once more, and write each pass into this JSONL file"}
+    )
 
     def __post_init__(self) -> None:
         for name in ("limit", "repeats", "concurrency", "max_tokens"):

@@ -16,21 +16,22 @@ from torch import Tensor
 
 from ..decoding.draft import EMPTY, Draft, accepted_nodes
 from ..decoding.grammar import Constraint
+from ..decoding.hearing import Hearing
 from ..decoding.noise import fold
 from ..decoding.request import FinishReason, Request, Step, TextStream
 from ..decoding.sampling import SamplingParams
 from ..decoding.verify import Rule, Verdict
 from ..drafters import registry
 from ..drafters.base import Drafter, Setting
-from ..errors import CapacityError, OptionError, PilotfishError, PromptError
-from ..models.base import CausalLM
+from ..errors import CapacityError, OptionError, PilotfishError, PromptError, unknown_name
+from ..models.base import CausalLM, ModelInfo
 from ..models.grammars import Grammars
 from ..models.tokenizer import Tokenizer
 from ..paged.batch import lay_out
 from ..paged.cache import KVCache
 from .controller import Adaptive, Controller, Fixed
 from .costs import measured
-from .judge import Judgement, judge
+from .judge import Hearings, Judgement, judge
 from .memory import bytes_per_token, size_pool
 from .options import EngineOptions
 from .scheduler import Entry, Plan, Scheduler
@@ -54,7 +55,8 @@ class Guess:
 @dataclass(frozen=True, slots=True)
 class Event:
     """What one step did for one request; fields as in `Step`. finish: set on a request's last event. guess: its draft,
-    if it had one and the request is `traced`."""
+    if it had one and the request is `traced`. While somebody witnesses: hearing, what the verdict was based on, and
+    num_allowed, the most nodes its draft could have."""
 
     request: Request
     tokens: tuple[int, ...] = ()
@@ -63,6 +65,8 @@ class Event:
     num_accepted: int = 0
     finish: FinishReason | None = None
     guess: Guess | None = None
+    hearing: Hearing | None = None
+    num_allowed: int = 0
 
     @property
     def text(self) -> str:
@@ -76,6 +80,7 @@ class Engine:
     rule: for requests without a seed; those with one use ``coupled``. num_speculative_tokens: most nodes a draft,
     or "auto": as many as pay, from measured costs and acceptance.
     entropy: where a request without a seed gets the noise it is decided by; the system's, unless runs must repeat.
+    witness: hears of every event, which then says what its verdict was based on. None costs nothing; no text changes.
     """
 
     def __init__(
@@ -126,6 +131,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, options, self.controller.limits)
         self._next_id = 0
         self.num_failed_drafts = 0
+        self.witness: Callable[[Event], None] | None = None
 
     def _new_cache(self, options: EngineOptions) -> KVCache:
         info = self.target.info
@@ -150,11 +156,13 @@ class Engine:
         reference: Sequence[int] = (),
         traced: bool = False,
         source: Sequence[int] | None = None,
+        adapter: str | None = None,
     ) -> list[Request]:
         """Queue a prompt; returns ``params.n`` requests, one per completion. traced: their events shall show drafts.
 
         An encoder-decoder's prompt is what its encoder reads. To have its decoder's text begin with something else than
-        usual, give both: what the encoder reads as ``source``, and that beginning as the prompt.
+        usual, give both: what the encoder reads as ``source``, and that beginning as the prompt. adapter: one of the
+        target's, by name; None is the target alone.
 
         Raises PromptError for an empty or too long prompt, CapacityError if the page pool cannot hold it, OptionError
         for structured output that is no grammar or admits nothing.
@@ -163,6 +171,8 @@ class Engine:
             source, prompt = self.target.info.opening(prompt)
         self._check_source(source)
         self._check_prompt(prompt, params, text_stream)
+        if adapter is not None and adapter not in self.target.info.adapters:
+            raise unknown_adapter(adapter, self.target.info)
         self._check_ids("reference", reference)
         seed = self.entropy() if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.target.info.eos_ids)
@@ -183,6 +193,7 @@ class Engine:
                     text_stream=text_stream() if text_stream else None,
                     reference=tuple(reference),
                     source=tuple(source),
+                    adapter=adapter or "",
                     traced=traced,
                 )
             )
@@ -207,14 +218,15 @@ class Engine:
         plan = self.scheduler.plan()
         if not plan.entries:
             return []
-        drafts, arms = self._draft(plan)
+        drafts, makers = self._draft(plan)
         feeds = [entry.feed(draft) for entry, draft in zip(plan.entries, drafts, strict=True)]
         batch = lay_out(feeds, self.cache, self.target.info.device)
         reads = not all(self.cache.was_read(feed.sequence) for feed in feeds)  # an encoder's time says nothing of rows
         started = time.perf_counter()
         output = self.target.forward(batch, self.cache, taps=self.drafter.taps)
         ready = [(entry.request, draft) for entry, draft in zip(plan.entries, drafts, strict=True) if entry.caught_up]
-        judgements = iter(judge([r for r, _ in ready], [d for _, d in ready], output.logits_NV))
+        hearings = None if self.witness is None else Hearings()
+        judgements = iter(judge([r for r, _ in ready], [d for _, d in ready], output.logits_NV, hearings))
         if not reads:
             self.controller.spent(batch.num_rows, time.perf_counter() - started)
         steps = [
@@ -225,13 +237,18 @@ class Engine:
             self.cache.commit(step.request.id, step.kept, step.request.tokens)
         self.controller.learn(steps, drafts)
         self._observe(steps, output.taps)
-        return [self._report(step, draft, arm) for step, draft, arm in zip(steps, drafts, arms, strict=True)]
+        events = [self._report(*of_one, hearings) for of_one in zip(steps, drafts, makers, strict=True)]
+        if (witness := self.witness) is not None:
+            for event in events:
+                witness(event)
+        return events
 
-    def _draft(self, plan: Plan) -> tuple[list[Draft], list[int]]:
-        """Ask the drafters in turn; returns a draft per entry, and which arm made it (any, of an empty one). Whatever
-        goes wrong there costs speed, never a request, and is logged."""
+    def _draft(self, plan: Plan) -> tuple[list[Draft], list[tuple[int, int]]]:
+        """Ask the drafters in turn; returns a draft per entry, and which arm made it, with the most nodes that it was
+        allowed (of an empty one, the last arm that was asked). Whatever goes wrong there costs speed, never a
+        request, and is logged."""
         drafts: dict[str, Draft] = {}
-        arms: dict[str, int] = {}
+        makers: dict[str, tuple[int, int]] = {}
         for arm, (drafter, most) in enumerate(self.arms):
             waiting = [entry for entry in plan.drafting if entry.request.id not in drafts]
             allowed = self.controller.arm_limits(arm, [entry.request for entry in waiting])
@@ -239,9 +256,11 @@ class Engine:
             requests = [entry.request for entry, limit in zip(waiting, limits, strict=True) if limit]
             found = self._ask(arm, drafter, requests, [limit for limit in limits if limit]) if requests else []
             drafts.update({request.id: draft for request, draft in zip(requests, found, strict=True) if len(draft)})
-            arms = dict.fromkeys(drafts, arm) | arms
+            for entry, limit in zip(waiting, limits, strict=True):
+                if limit or entry.request.id not in makers:
+                    makers[entry.request.id] = (arm, limit)
         ids = [entry.request.id for entry in plan.entries]
-        return [drafts.get(own, EMPTY) for own in ids], [arms.get(own, 0) for own in ids]
+        return [drafts.get(own, EMPTY) for own in ids], [makers.get(own, (0, 0)) for own in ids]
 
     def _ask(self, arm: int, drafter: Drafter, requests: list[Request], limits: list[int]) -> list[Draft]:
         drafter.level_cost = self.controller.level_cost(arm, requests)
@@ -311,15 +330,17 @@ class Engine:
         verdict, logprobs = judgement if judgement is not None else (None, [])
         return request.advance(entry.num_trunk, draft, verdict, logprobs)
 
-    def _report(self, step: Step, draft: Draft, arm: int) -> Event:
+    def _report(self, step: Step, draft: Draft, maker: tuple[int, int], hearings: Hearings | None) -> Event:
         if step.finish:
             self._forget(step.request)
-        guess = None
-        if step.request.traced and step.num_drafted:
+        guess, (arm, num_allowed) = None, maker
+        hearing = hearings[step.request.id]() if hearings and step.request.id in hearings else None
+        if step.num_drafted and (step.request.traced or hearing):
             accepted = accepted_nodes(draft, step.tokens[: step.num_accepted])
             method = registry.method_of(self.arms[arm][0])
             guess = Guess(method, draft.tokens, draft.parents, frozenset(accepted))
-        return Event(step.request, step.tokens, step.pieces, step.num_drafted, step.num_accepted, step.finish, guess)
+        kept = (step.tokens, step.pieces, step.num_drafted, step.num_accepted, step.finish)
+        return Event(step.request, *kept, guess, hearing, num_allowed)
 
     # -- small helpers -------------------------------------------------------------------------------------------
 
@@ -369,6 +390,13 @@ class Engine:
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < num_ids:
                 raise PromptError(f"{name} token {token!r} is not an id from 0 to {num_ids - 1}")
+
+
+def unknown_adapter(adapter: object, target: ModelInfo) -> OptionError:
+    """The error for an adapter that the target does not have, naming the nearest one."""
+    if not target.adapters:
+        return OptionError(f"{target.name} was loaded without adapters, so there is no {str(adapter)[:64]!r}")
+    return unknown_name("adapter", str(adapter), target.adapters)
 
 
 def _within_grammar(request: Request, draft: Draft) -> Draft:

@@ -121,7 +121,7 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self.options.max_num_seqs:
             return None
         request = self.waiting[0]
-        found = self.cache.open(request.id, request.tokens, request.source)
+        found = self.cache.open(request.id, request.tokens, request.source, request.adapter)
         if not self.cache.reserve(request.id, len(request.tokens) - found):
             self.cache.release(request.id)
             return None

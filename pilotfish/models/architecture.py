@@ -80,6 +80,8 @@ def unsupported(config: Any) -> str | None:
     family = str(getattr(config, "model_type", ""))
     if family not in FAMILIES:
         return f"family {family!r} is not one of {', '.join(FAMILIES)}"
+    if (method := quantised_by(config)) is not None:
+        return f"its weights are quantised already, by {method}"
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     if activation not in _ACTIVATIONS:
         return f"activation {activation!r} is not one of {', '.join(_ACTIVATIONS)}"
@@ -97,6 +99,15 @@ def unsupported(config: Any) -> str | None:
         if rotation.get("partial_rotary_factor", 1.0) != 1.0:
             return "only a part of each head is rotated"
     return None
+
+
+def quantised_by(config: Any) -> str | None:
+    """The library or method that a checkpoint was quantised with, in transformers' name for it; None if it was not."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else getattr(settings, "quant_method", None)
+    return str(getattr(method, "value", method) or "an unknown method")
 
 
 def describe(model: Any) -> Architecture:

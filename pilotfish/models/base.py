@@ -28,6 +28,8 @@ class ModelInfo:
 
     Of an encoder-decoder model, context and layers are the decoder's. source_context: the longest source its encoder
     takes, None for a decoder-only model. decoder_prompt: what its decoder begins every text with.
+
+    adapters: names of those that a sequence may have (see `KVCache.adapter`).
     """
 
     name: str
@@ -45,6 +47,7 @@ class ModelInfo:
     implementation: str = "hf"
     source_context: int | None = None
     decoder_prompt: tuple[int, ...] = ()
+    adapters: tuple[str, ...] = ()
 
     @property
     def encoder_decoder(self) -> bool:

@@ -4,8 +4,12 @@ It does not know engines or drafters. The one trick: every way to fail at loadin
 path and what to do.
 """
 
+import io
 import json
 import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +18,8 @@ import torch
 from rich.console import Console
 
 from ..errors import ModelError
-from .architecture import unsupported
+from .adapters import AdaptedLM, adapter_folder, beside, labels_of, merged
+from .architecture import quantised_by, unsupported
 from .base import CausalLM
 from .decoder import Decoder
 from .demo import demo_folder
@@ -42,12 +47,16 @@ def load(
     device: str = "auto",
     quantization: Literal["none", "int8", "int4"] = "none",
     model_impl: Literal["auto", "hf", "native"] = "auto",
+    adapter: str | None = None,
+    adapters: Mapping[str, str] | Sequence[str] = (),
 ) -> Loaded:
     """Load a language model (decoder-only or encoder-decoder) and its tokenizer. Arguments: see `LoadOptions`.
 
     Raises ModelError if it cannot be found, read, or run here.
     """
-    options = LoadOptions(dtype=dtype, device=device, quantization=quantization, model_impl=model_impl)
+    options = LoadOptions(
+        dtype=dtype, device=device, quantization=quantization, model_impl=model_impl, adapter=adapter, adapters=adapters
+    )
     if not isinstance(name, str | Path):
         raise ModelError(f"a model is named by a folder, a hub id, a GGUF file or 'demo', not by {name!r}")
     if str(name) == DEMO:
@@ -58,6 +67,8 @@ def load(
             raise ModelError(f"there is no file {path}")
         return _load_from(str(path.parent), str(name), options, gguf_file=path.name)
     if path.exists():
+        if (path / "adapter_config.json").is_file():  # transformers would load another model, the one that it names
+            raise ModelError(f"{path} is an adapter, not a model; name its base as the model, and it as the adapter")
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} is not a model folder: it has no config.json")
         return _load_from(str(path), str(name), options)
@@ -70,9 +81,13 @@ def load(
 
 
 def from_objects(model: Any, tokenizer: Any = None, name: str = "") -> Loaded:
-    """Wrap a loaded Hugging Face model and tokenizer (or None). The model stays usable by its owner."""
-    if not isinstance(model, Decoder | QuantizedDecoder):
+    """Wrap a loaded Hugging Face model and tokenizer (or None). The model stays usable by its owner. Of a peft model,
+    the adapters that are active now are a part of it."""
+    if not isinstance(model, Decoder | QuantizedDecoder | AdaptedLM):
         from transformers import PreTrainedModel
+
+        if type(model).__module__.partition(".")[0] == "peft" and hasattr(model, "get_base_model"):
+            model = model.get_base_model()
 
         from .encdec import EncoderDecoder
         from .huggingface import HuggingFaceLM
@@ -86,19 +101,24 @@ def from_objects(model: Any, tokenizer: Any = None, name: str = "") -> Loaded:
 
 def _load_from(source: str, name: str, options: LoadOptions, gguf_file: str | None = None) -> Loaded:
     model: CausalLM | None = None
+    if options.adapter is not None:
+        name = f"{name}+{Path(options.adapter).name}"
     if bits_of(options.quantization):
         model = _load_quantised(source, name, options, gguf_file)
     extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     if model is None:
-        model = _wrap(_load_weights(source, name, options, gguf_file), name, options)
+        model = _wrap(_load_weights(source, name, options, gguf_file), source, name, options, gguf_file)
     elif gguf_file is None:
         extra = _bare_config(Path(source))
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = Tokenizer(AutoTokenizer.from_pretrained(source, **extra))
+        with _alone(source, gguf_file) as folder:
+            tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder, **extra))
     except Exception as error:
         raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_first_line(error)}") from error
+    if gguf_file is not None:
+        tokenizer.hf.name_or_path = name
     return Loaded(model, tokenizer)
 
 
@@ -132,9 +152,14 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         kind: Any = AutoModelForCausalLM
-        if gguf_file is None and getattr(AutoConfig.from_pretrained(source), "is_encoder_decoder", False):
-            kind = AutoModelForSeq2SeqLM
-        loaded: Any = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, **weights)
+        if gguf_file is None:
+            config = AutoConfig.from_pretrained(source)
+            if getattr(config, "is_encoder_decoder", False):
+                kind = AutoModelForSeq2SeqLM
+            if quantised_by(config) is not None:  # such weights cannot all be moved afterwards
+                weights["device_map"] = {"": str(options.torch_device)}
+        with _alone(source, gguf_file) as folder:
+            loaded: Any = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, **weights)
     except Exception as error:  # transformers, safetensors and the hub raise a dozen unrelated kinds
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
     finally:
@@ -143,11 +168,34 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would make them up
         raise ModelError(f"model {name!r} is incomplete: {len(missing)} weights are missing, {missing[0]} for one")
-    return model.to(options.torch_device)
+    if "device_map" not in weights:
+        model = model.to(options.torch_device)
+    if options.adapter is not None:
+        base = name.removesuffix(f"+{Path(options.adapter).name}")
+        model = merged(model, options.adapter, base, labels_of(base, source, gguf_file, model))
+    return model
 
 
-def _wrap(model: Any, name: str, options: LoadOptions) -> CausalLM:
+@contextmanager
+def _alone(source: str, gguf_file: str | None) -> Iterator[str]:
+    """The folder to load from: for a GGUF file one of its own, as what lies beside it may be another model's. There
+    transformers draws a bar that cannot be switched off; nothing else is lost with it."""
+    if gguf_file is None:
+        yield source
+        return
+    with tempfile.TemporaryDirectory(prefix="pilotfish-") as folder, redirect_stderr(io.StringIO()):
+        Path(folder, gguf_file).symlink_to(Path(source, gguf_file).resolve())
+        yield folder
+
+
+def _wrap(model: Any, source: str, name: str, options: LoadOptions, gguf_file: str | None) -> CausalLM:
     """Our decoder for the families that it knows, transformers' code for all others and on demand."""
+    if options.named_adapters:
+        from .encdec import EncoderDecoder
+        from .huggingface import HuggingFaceLM
+
+        wrapped = beside(model, options.named_adapters, name, labels_of(name, source, gguf_file, model))
+        return AdaptedLM((EncoderDecoder if model.config.is_encoder_decoder else HuggingFaceLM)(model, name), wrapped)
     if model.config.is_encoder_decoder:
         if options.model_impl == "hf":
             raise ModelError(
@@ -168,7 +216,7 @@ def _load_quantised(source: str, name: str, options: LoadOptions, gguf_file: str
     """The quantised model, from the cache folder; None, and said so, if this model cannot be quantised."""
     try:
         quantised = stored(
-            _identity(source, name, gguf_file),
+            _identity(source, name, gguf_file, options.adapter),
             name,
             bits_of(options.quantization),
             lambda: _load_weights(source, name, options, gguf_file),
@@ -182,8 +230,11 @@ def _load_quantised(source: str, name: str, options: LoadOptions, gguf_file: str
     return QuantizedDecoder(quantised, name)
 
 
-def _identity(source: str, name: str, gguf_file: str | None) -> str:
+def _identity(source: str, name: str, gguf_file: str | None, adapter: str | None) -> str:
     """What tells these weights from all others."""
+    if adapter is not None:
+        files = [path for path in adapter_folder(adapter).iterdir() if path.is_file()]
+        return f"{_identity(source, name, gguf_file, None)} with {key_of(files)}"
     folder = Path(source)
     if gguf_file is not None:
         return key_of([folder / gguf_file])

@@ -11,7 +11,8 @@ Only committed rows of full pages are ever made known for sharing, and such rows
 
 Of an encoder-decoder model these are the decoder's rows. A sequence then has a source; what the model made of it (the
 keys and values of cross-attention) is kept here as well, shared by the sequences with this source, and goes with the
-last of them.
+last of them. Of a model with adapters, a sequence may have one of them, by name. What rows are depends on both, so it
+is shared under the same source and adapter only: their common name is the sequence's origin.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .pages import ROOT, PagePool, Parent
+from .pages import ROOT, Origin, PagePool, Parent
 
 Reading = TypeVar("Reading")
 
@@ -43,6 +44,11 @@ class _Sequence:
     num_known: int = 0  # full pages that the pool has been told of
     last_known: Parent = ROOT  # the number of the last of them
     source: tuple[int, ...] = ()
+    adapter: str = ""
+
+    @property
+    def origin(self) -> Origin:
+        return (self.adapter, *self.source) if self.adapter else self.source
 
 
 class KVCache:
@@ -64,7 +70,7 @@ class KVCache:
         self.values: list[Tensor] = []
         self._stacks: list[Tensor] = []  # [layers, slots, heads, dim]: what `commit` moves in one go
         self._sequences: dict[str, _Sequence] = {}
-        self._readings: dict[tuple[int, ...], object] = {}  # by source
+        self._readings: dict[Origin, object] = {}
         num_slots = num_pages * page_size
         for shape, group in groupby(self.layers):
             count = len(list(group))
@@ -101,27 +107,32 @@ class KVCache:
         """What the encoder reads for this sequence; empty for a decoder-only model's."""
         return self._sequences[sequence].source
 
+    def adapter(self, sequence: str) -> str:
+        """The adapter that makes this sequence's rows; "" for the model alone."""
+        return self._sequences[sequence].adapter
+
     def was_read(self, sequence: str) -> bool:
         """Whether a sequence's source, if it has one, was read already."""
-        source = self.source(sequence)
-        return not source or source in self._readings
+        entry = self._sequences[sequence]
+        return not entry.source or entry.origin in self._readings
 
     def reading(self, sequence: str, read: Callable[[tuple[int, ...]], Reading]) -> Reading:
         """What a model makes of a sequence's source, made at the first call."""
-        source = self.source(sequence)
-        assert source, f"{sequence} has no source"
-        if source not in self._readings:
-            self._readings[source] = read(source)
-        return self._readings[source]  # type: ignore[return-value]  # one model, one kind of reading
+        entry = self._sequences[sequence]
+        assert entry.source, f"{sequence} has no source"
+        if entry.origin not in self._readings:
+            self._readings[entry.origin] = read(entry.source)
+        return self._readings[entry.origin]  # type: ignore[return-value]  # one model, one kind of reading
 
-    def open(self, sequence: str, tokens: Sequence[int], source: Sequence[int] = ()) -> int:
+    def open(self, sequence: str, tokens: Sequence[int], source: Sequence[int] = (), adapter: str = "") -> int:
         """Begin a sequence; returns how many of its first rows are there already, from pages with the same tokens
-        (and the same source).
+        (and the same source and adapter).
 
         At least the last token is always left to compute: its logits are wanted.
         """
         assert sequence not in self._sequences, f"{sequence} is open already"
-        entry = self._sequences[sequence] = _Sequence(source=tuple(source), last_known=tuple(source) or ROOT)
+        entry = self._sequences[sequence] = _Sequence(source=tuple(source), adapter=adapter)
+        entry.last_known = entry.origin or ROOT
         if self.prefix_sharing:
             for start in range(0, len(tokens) - self.page_size, self.page_size):
                 hit = self.pool.find(entry.last_known, tokens[start : start + self.page_size])
@@ -172,8 +183,8 @@ class KVCache:
         entry = self._sequences.pop(sequence, None)
         for page in reversed(entry.pages if entry else []):
             self.pool.release(page)
-        if entry and entry.source and all(other.source != entry.source for other in self._sequences.values()):
-            self._readings.pop(entry.source, None)
+        if entry and entry.source and all(other.origin != entry.origin for other in self._sequences.values()):
+            self._readings.pop(entry.origin, None)
 
     def slots(self, sequence: str, start: int, stop: int) -> range | list[int]:
         """Slots of rows start..stop-1; a range if they lie side by side (then they can be read as a view)."""
@@ -192,7 +203,7 @@ class KVCache:
         for name, entry in self._sequences.items():
             assert entry.length <= len(entry.pages) * self.page_size, f"{name}: more rows than pages"
             assert entry.num_known * self.page_size <= entry.length, f"{name}: a row made known before it was committed"
-        assert set(self._readings) <= {entry.source for entry in self._sequences.values()}, (
+        assert set(self._readings) <= {entry.origin for entry in self._sequences.values()}, (
             "a reading that nobody needs"
         )
 

@@ -5,7 +5,8 @@ holder let go, until it is handed out again; the free list hands out the longest
 
 A full page of committed tokens is known by (its parent's number, its tokens). Numbers are given out once and never
 again, and the dict compares what it finds: no collision of hashes can put one text's keys under another. The parent of
-a text's first page is ROOT, or the source that the text was written from: its keys depend on that too.
+a text's first page is ROOT, or what its keys depend on too: the source that the text was written from, and before that
+the adapter that makes it, if there are such.
 """
 
 from collections import OrderedDict
@@ -14,7 +15,8 @@ from itertools import count
 
 ROOT = 0  # the number that stands before the first page
 
-Parent = int | tuple[int, ...]  # a page's number, or the source before the first one
+Origin = tuple[int | str, ...]  # an adapter's name, if there is one, and the ids of the source, if there is one
+Parent = int | Origin  # a page's number, or what stands before the first one
 
 
 class PagePool:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from ..decoding.request import FinishReason, SpeculationStats, TokenLogprob
+from ..models.words import Spelling
 from .engine_thread import Delta
 from .passes import block
 from .refusals import Json
-from .spelling import Spelling
 from .tools import CallReader, joined
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM's value
@@ -46,12 +46,13 @@ class _Read:
 @dataclass(frozen=True, slots=True)
 class Style:
     """How the client wants it. logprobs: whether it asked for any; one_by_one: a chunk per token; usage: whether a
-    stream ends with a chunk about it; metrics: what is said of drafting; calls: whether tool calls are read out of a
-    chat's text."""
+    stream ends with a chunk about it; usage_so_far: whether the others tell of it too; metrics: what is said of
+    drafting; calls: whether tool calls are read out of a chat's text."""
 
     logprobs: bool = False
     one_by_one: bool = False
     usage: bool = False
+    usage_so_far: bool = False
     metrics: Literal["none", "summary", "detailed"] = "summary"
     calls: bool = False
 
@@ -75,6 +76,8 @@ class Answer(ABC):
         """Account for a delta; returns its chunks, should this be a stream."""
         chunks = []
         for part in _single(delta) if self.style.one_by_one else [delta]:
+            own = self.choices[part.choice]
+            own.num_tokens += len(part.tokens)
             text = "".join(part.pieces)
             logprobs = self._logprobs(part) if self.style.logprobs and part.tokens else None
             if text or part.finish or part.passed or logprobs is not None:
@@ -85,9 +88,7 @@ class Answer(ABC):
                     chunk["pilotfish"] = block(part.passed, delta, self.spelling)
                 if chunk.get("delta") != {} or part.finish or part.passed or logprobs is not None:
                     chunks.append(self._chunk([chunk]))
-            own = self.choices[part.choice]
             own.text += text
-            own.num_tokens += len(part.tokens)
             own.finish, own.stop_reason = part.finish, part.stop_reason
             if part.stats:
                 self.stats.per_step_drafted += part.stats.per_step_drafted
@@ -134,7 +135,7 @@ class Answer(ABC):
 
     def _chunk(self, choices: list[Json]) -> Json:
         body = self.head | {"object": self.CHUNK_KIND, "choices": choices}
-        return body | {"usage": None} if self.style.usage else body
+        return body | {"usage": self._usage() if self.style.usage_so_far else None} if self.style.usage else body
 
     def _usage(self) -> Json:
         completion = sum(own.num_tokens for own in self.choices)

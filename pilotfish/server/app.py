@@ -27,8 +27,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..decoding.grammar import StructuredOutputsParams
 from ..errors import OptionError, UserError, unknown_name
 from ..llm import LLM
+from ..models.words import Spelling
 from . import page, tracing
 from .answers import Answer, ChatAnswer, Style, TextAnswer
+from .bodies import read_body
 from .engine_thread import EngineThread, Ticket
 from .messages import as_text, turns
 from .metrics import CONTENT_TYPE, Metrics
@@ -36,7 +38,6 @@ from .openapi import document
 from .options import ServeOptions
 from .protocol import Chat, Sampling, Text, Tokenize, parse
 from .refusals import Json, Refusal, of_user_error
-from .spelling import Spelling
 from .streams import EventStream, GoneError, unless_gone
 from .structured import blame
 
@@ -63,6 +64,9 @@ class Server:
     def __init__(self, llm: LLM, options: ServeOptions | None = None):
         self.llm, self.options = llm, options or ServeOptions()
         self.model = self.options.served_model_name or llm.engine.target.info.name
+        self.adapters = llm.engine.target.info.adapters
+        if self.model in self.adapters:
+            raise OptionError(f"the model and an adapter are both called {self.model!r}; give one another name")
         self.metrics = Metrics(llm, self.model)
         self.engine = EngineThread(
             llm, self.metrics, max_queue=self.options.max_queue, request_timeout=self.options.request_timeout
@@ -161,6 +165,7 @@ class Server:
         traced = asked.traced
         ticket = self.engine.open(n * num_prompts)
         ticket.traced = traced
+        ticket.adapter = asked.model if asked.model in self.adapters else None
         return ticket, limit
 
     async def _complete(
@@ -200,10 +205,11 @@ class Server:
             logprobs=params.logprobs is not None,
             one_by_one=(asked.stream_granularity or self.options.stream_granularity) == "token",
             usage=asked.ends_with_usage,
+            usage_so_far=asked.counts_usage,
             metrics=self.options.per_request_spec_decode_metrics,
             calls=isinstance(asked, Chat) and bool(asked.offered),
         )
-        return kind(self.model, ticket.num_choices, sum(map(len, prompts)), self._spelling, style)
+        return kind(ticket.adapter or self.model, ticket.num_choices, sum(map(len, prompts)), self._spelling, style)
 
     def _limit(self, asked: Sampling) -> int | None:
         """The most tokens of an answer. Raises Refusal if the client wants more than the server gives."""
@@ -222,21 +228,21 @@ class Server:
 
     async def models(self, _request: Request) -> Response:
         """``/v1/models``."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in (self.model, *self.adapters)]})
 
     async def one_model(self, request: Request) -> Response:
         """``/v1/models/NAME``."""
         self._check_model(request.path_params["name"])
-        return JSONResponse(self._card())
+        return JSONResponse(self._card(request.path_params["name"]))
 
-    def _card(self) -> Json:
+    def _card(self, name: str) -> Json:
         return {
-            "id": self.model,
+            "id": name,
             "object": "model",
             "created": self.started,
             "owned_by": "pilotfish",
             "root": self.llm.engine.target.info.name,
-            "parent": None,
+            "parent": self.model if name in self.adapters else None,
             "max_model_len": self.llm.engine.max_length,
         }
 
@@ -267,7 +273,8 @@ class Server:
 
     async def openapi(self, _request: Request) -> Response:
         """``/openapi.json``."""
-        return JSONResponse(document())
+        key, protect_metrics = self.options.api_key is not None, self.options.protect_metrics
+        return JSONResponse(document(self.model, key=key, protect_metrics=protect_metrics))
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -275,32 +282,15 @@ class Server:
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json":  # a web page may send anything else to this port without asking its user
             raise Refusal(415, f"send content-type application/json, not {media or 'nothing'!r}")
-        asked: Asked = await self._in_pool(functools.partial(_parse, kind, await self._body(request)))
+        asked: Asked = await self._in_pool(functools.partial(_parse, kind, await read_body(request, self.options)))
         self._check_model(asked.model)
         return asked
 
-    async def _body(self, request: Request) -> bytes:
-        most = self.options.max_body_size
-        too_large = Refusal(413, f"the request is larger than the {most} bytes that this server takes")
-        length = request.headers.get("content-length", "")
-        if length.isascii() and length.isdigit() and int(length[:20]) > most:
-            raise too_large
-        parts, size = [], 0
-        try:
-            async with asyncio.timeout(self.options.read_timeout), contextlib.aclosing(request.stream()) as stream:
-                async for part in stream:
-                    size += len(part)
-                    if size > most:
-                        raise too_large
-                    parts.append(part)
-        except TimeoutError:
-            raise Refusal(408, f"the request took longer than {self.options.read_timeout:g} s to arrive") from None
-        return b"".join(parts)
-
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model:
+        if name is not None and name not in (self.model, *self.adapters):
             shown = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
-            message = f"the model {shown!r} is not served here; {self.model!r} is"
+            served = ", ".join(map(repr, (self.model, *self.adapters)))
+            message = f"the model {shown!r} is not served here; {served} {'are' if self.adapters else 'is'}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     def _encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:

@@ -9,12 +9,12 @@ last line is cut off, and what has an answer is not asked again. So nothing is l
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,47 +39,89 @@ def run_batch(options: BatchOptions, source: str | Path, target: str | Path, loa
 
     Raises OptionError for files that cannot be used, naming the line: before the model is loaded.
     """
+
+    def work(journal: Journal) -> None:
+        batch = _Batch(Server(load(), options.serving()), journal)
+        try:
+            asyncio.run(batch.run())
+        finally:
+            batch.server.close()
+
+    resumably(source, target, work)
+
+
+def resumably(source: str | Path, target: str | Path, work: Callable[["Journal"], None]) -> None:
+    """Have the lines that have no answer yet answered, however that is done. Raises as `run_batch`."""
     source, target = Path(source), Path(target)
     _check_files(source, target)
     ids = _read_ids(source)
-    with _opened(target) as journal:
-        done = _recover(journal, target, ids)
+    with _opened(target) as file:
+        done = _recover(file, target, ids)
         if len(done) == len(ids):
             click.echo(f"all {len(ids)} answers are in {target}", err=True)
             return
         if done:
             click.echo(f"{len(done)} of {len(ids)} answers are there already; going on", err=True)
-        batch = _Batch(Server(load(), options.serving()), journal, len(ids), done)
+        journal = Journal(source, file, len(ids), done)
         try:
-            asyncio.run(batch.run(source))
+            with _progress(len(ids), len(done)) as journal.advance:
+                work(journal)
         except KeyboardInterrupt:
             click.echo(f"{len(done)} of {len(ids)} answers are in {target}; the same command goes on", err=True)
             raise
         except OSError as error:
             raise OptionError(f"{error.filename or target}: {error.strerror}; the same command goes on") from error
-        finally:
-            batch.server.close()
-        batch.tell(target)
+        journal.tell(target)
         if len(done) < len(ids):
             raise OptionError(f"{len(ids) - len(done)} lines of {source} were gone when their turn came")
 
 
-class _Batch:
-    """Lines under way. done: the ids that have an answer, added to as they come."""
+class Journal:
+    """The output under way. done: the ids that have an answer, added to as they come."""
 
-    def __init__(self, server: Server, journal: BinaryIO, num_lines: int, done: set[str]):
-        self.server, self.journal, self.num_lines, self.done = server, journal, num_lines, done
+    def __init__(self, source: Path, file: BinaryIO, num_lines: int, done: set[str]):
+        self.source, self.file, self.num_lines, self.done = source, file, num_lines, done
         self.num_failed = self.num_tokens = 0
         self.num_before, self.started = len(done), time.monotonic()
+        self.advance: Callable[[str], None] = lambda _note: None
+
+    def todo(self) -> Iterator[Json]:
+        """The lines without an answer."""
+        with self.source.open("rb") as lines:
+            for _, line in _lines(lines):
+                if line["custom_id"] not in self.done:
+                    yield line
+
+    def keep(self, answer: Json) -> None:
+        """Write an answer, so that it is there whatever happens next."""
+        _append(self.file, answer)
+        self.done.add(answer["custom_id"])
+        self.num_failed += answer["error"] is not None
+        body = answer["response"]["body"]
+        self.num_tokens += body.get("usage", {}).get("completion_tokens", 0)
+        self.advance(f"{self.num_failed} failed" if self.num_failed else "")
+
+    def tell(self, target: Path) -> None:
+        """What it came to."""
+        seconds = time.monotonic() - self.started
+        failed = f", {self.num_failed} of them errors" if self.num_failed else ""
+        count, speed = len(self.done) - self.num_before, self.num_tokens / seconds
+        click.echo(f"{count} answers added to {target}{failed}; {speed:.1f} tokens/s", err=True)
+
+
+class _Batch:
+    """Lines under way in one engine."""
+
+    def __init__(self, server: Server, journal: Journal):
+        self.server, self.journal = server, journal
         self._writing = asyncio.Lock()
 
-    async def run(self, source: Path) -> None:
+    async def run(self) -> None:
         """Answer all lines that are not done, as many at once as keep the engine busy."""
         width = 2 * self.server.llm.engine.options.max_num_seqs
-        with source.open("rb") as lines, _progress(self.num_lines, len(self.done)) as advance:
-            todo = (line for _, line in _lines(lines) if line["custom_id"] not in self.done)
+        with contextlib.closing(self.journal.todo()) as todo:
             async with self.server.app.router.lifespan_context(self.server.app):
-                workers = asyncio.gather(*(self._work(todo, advance) for _ in range(width)))
+                workers = asyncio.gather(*(self._work(todo) for _ in range(width)))
                 watch = asyncio.create_task(self._watch())
                 both: set[asyncio.Future[Any]] = {workers, watch}
                 try:
@@ -90,16 +132,11 @@ class _Batch:
                     watch.cancel()
                     await asyncio.gather(workers, watch, return_exceptions=True)
 
-    async def _work(self, todo: Iterator[Json], advance: Callable[[str], None]) -> None:
+    async def _work(self, todo: Iterator[Json]) -> None:
         for line in todo:
-            answer = await self._answer(line)
+            answer = await answer_line(self.server, line)
             async with self._writing:
-                await asyncio.shield(asyncio.to_thread(_append, self.journal, answer))
-            self.done.add(line["custom_id"])
-            self.num_failed += answer["error"] is not None
-            body = answer["response"]["body"]
-            self.num_tokens += body.get("usage", {}).get("completion_tokens", 0)
-            advance(f"{self.num_failed} failed" if self.num_failed else "")
+                await asyncio.shield(asyncio.to_thread(self.journal.keep, answer))
 
     async def _watch(self) -> None:
         """Without the engine's thread, lines would wait for ever."""
@@ -107,34 +144,29 @@ class _Batch:
             await asyncio.sleep(1)
         raise _stopped()
 
-    async def _answer(self, line: Json) -> Json:
-        try:
-            _check(line)
-            body, status = await self.server.answer(line["url"], line["body"]), 200
-        except Refusal as refusal:
-            if refusal.code == "shutting_down":  # the engine's thread has ended: that is no answer to anybody
-                raise _stopped() from refusal
-            body, status = refusal.body, refusal.status
-        except UserError as error:
-            body, status = of_user_error(error).body, 400
-        except Exception:
-            log.exception("line %s failed", line["custom_id"])
-            body, status = Refusal(500, "the request failed; the log says why").body, 500
-        told = None if status == 200 else {name: body["error"][name] for name in ("code", "message")}
-        response = {"status_code": status, "request_id": body.get("id", ""), "body": body}
-        return {
-            "id": f"batch_req_{uuid.uuid4().hex}",
-            "custom_id": line["custom_id"],
-            "response": response,
-            "error": told,
-        }
 
-    def tell(self, target: Path) -> None:
-        """What it came to."""
-        seconds = time.monotonic() - self.started
-        failed = f", {self.num_failed} of them errors" if self.num_failed else ""
-        count, speed = len(self.done) - self.num_before, self.num_tokens / seconds
-        click.echo(f"{count} answers added to {target}{failed}; {speed:.1f} tokens/s", err=True)
+async def answer_line(server: Server, line: Json) -> Json:
+    """A line of the output for one of the input. Raises PilotfishError if the engine's thread has ended."""
+    try:
+        _check(line)
+        body, status = await server.answer(line["url"], line["body"]), 200
+    except Refusal as refusal:
+        if refusal.code == "shutting_down":  # the engine's thread has ended: that is no answer to anybody
+            raise _stopped() from refusal
+        body, status = refusal.body, refusal.status
+    except UserError as error:
+        body, status = of_user_error(error).body, 400
+    except Exception:
+        log.exception("line %s failed", line["custom_id"])
+        body, status = Refusal(500, "the request failed; the log says why").body, 500
+    told = None if status == 200 else {name: body["error"][name] for name in ("code", "message")}
+    response = {"status_code": status, "request_id": body.get("id", ""), "body": body}
+    return {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": line["custom_id"],
+        "response": response,
+        "error": told,
+    }
 
 
 def _stopped() -> PilotfishError:
@@ -198,7 +230,7 @@ def _read_ids(source: Path) -> set[str]:
     return set(seen)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _opened(target: Path) -> Iterator[BinaryIO]:
     """The output, ours alone: two processes with one output would answer everything twice."""
     try:
@@ -254,7 +286,7 @@ def _append(journal: BinaryIO, answer: Json) -> None:
     os.fsync(journal.fileno())
 
 
-@contextmanager
+@contextlib.contextmanager
 def _progress(num_lines: int, num_done: int) -> Iterator[Callable[[str], None]]:
     """A bar on a terminal; nothing elsewhere. Yields what is to be called per answer, with a remark."""
     console = Console(stderr=True)

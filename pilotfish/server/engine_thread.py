@@ -11,6 +11,7 @@ in its own ticket, never more of them than its answer has tokens.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import queue
@@ -85,7 +86,7 @@ class _Open:
 class Ticket:
     """One HTTP request's completions, on the event loop: `start`, iterate over its deltas, `close` in any case.
 
-    traced: set before `start`, each delta tells of its pass.
+    traced: set before `start`, each delta tells of its pass. adapter: set before `start`, it writes.
     """
 
     thread: "EngineThread"
@@ -95,6 +96,7 @@ class Ticket:
     num_open: int = field(init=False)
     closed: bool = False
     traced: bool = False
+    adapter: str | None = None
     on_close: Callable[[], None] | None = None
     inbox: "asyncio.Queue[Item]" = field(default_factory=asyncio.Queue)
 
@@ -160,7 +162,7 @@ class EngineThread:
         self._typical_seconds = 1.0  # of a completion, from asked to finished
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: dict[str, _Open] = {}
-        self._stopping = self._refusing = False
+        self._stopping = self._refusing = self._ended = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="pilotfish-engine", daemon=True)
 
@@ -200,6 +202,8 @@ class EngineThread:
     def post(self, command: Callable[[], None]) -> None:
         """Have the engine's thread do something before its next step. Safe in a signal handler too."""
         self._commands.put(command)
+        if self._ended:
+            self._obey_the_rest()
 
     def fail_all(self) -> None:
         """End everything at once, and whatever may still come: a second signal came."""
@@ -220,7 +224,12 @@ class EngineThread:
         try:
             for prompt in prompts:
                 requests += self.engine.add(
-                    prompt, params, text_stream=stream, reference=reference, traced=ticket.traced
+                    prompt,
+                    params,
+                    text_stream=stream,
+                    reference=reference,
+                    traced=ticket.traced,
+                    adapter=ticket.adapter,
                 )
         except Exception as error:
             for request in requests:
@@ -249,13 +258,25 @@ class EngineThread:
                     self._step()
         finally:  # if this is our own mistake, nobody shall wait for ever
             self._refuse_all()
+            # Whoever posts from now on sees this, and what was posted before is met below: no command is left lying.
+            self._ended = True
+            self._obey_the_rest()
+            self.llm.remember_gain()
 
     def _obey(self) -> None:
         """All commands that are there; waits for one if there is nothing else to do."""
         if not self.engine.has_work:
+            if self._commands.empty():
+                self.llm.remember_gain()
             self._commands.get()()
         while not self._commands.empty():
             self._commands.get()()
+
+    def _obey_the_rest(self) -> None:
+        """Commands that nobody waits for on the engine's thread, which has ended: requests hear that it has."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._commands.get_nowait()()
 
     def _refuse_all(self) -> None:
         self._refusing = True

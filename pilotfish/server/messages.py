@@ -7,7 +7,7 @@ that mean nothing in a prompt are known, and must be empty.
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from .refusals import Json, Refusal
 from .structured import Strict
@@ -22,8 +22,23 @@ class TextPart(Strict):
 Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
+_NONE = {"type": "null"}
+_SAID = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+_CALLED = {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
+_ROLES = [  # what `Message.plain` checks
+    {"properties": {"role": {"const": "assistant"}, "tool_call_id": _NONE}, "anyOf": [_SAID, _CALLED]},
+    {"properties": {"role": {"const": "tool"}, "tool_calls": _NONE}, "allOf": [_SAID]},
+    {
+        "properties": {"role": {"enum": ["system", "developer", "user"]}, "tool_calls": _NONE, "tool_call_id": _NONE},
+        "allOf": [_SAID],
+    },
+]
+
+
 class Message(Strict):
     """One turn. ``developer`` is OpenAI's newer word for ``system``."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": _ROLES})  # type: ignore[dict-item]
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None

@@ -4,6 +4,7 @@ It does not know the routes' code. The one trick: bodies are described by the cl
 """
 
 from .. import version
+from .answer_schemas import ANSWERS
 from .protocol import schemas
 from .refusals import Json
 
@@ -21,27 +22,33 @@ _ERRORS = {
 }
 
 
-def document() -> Json:
-    """The whole, as JSON."""
-    found = {**schemas(), "Error": _ERROR}
+def document(model: str, *, key: bool = False, protect_metrics: bool = False) -> Json:
+    """The whole, as JSON. model: the one served. key: whether clients must send one; protect_metrics: /metrics too."""
+    found = {**schemas(), **ANSWERS, "Error": _ERROR}
+    for body in ("Chat", "Text", "Tokenize"):
+        found[body]["properties"]["model"] = {"enum": [model, None]}
+    named = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"enum": [model]}}]}
+    health: Json = {"security": []}
+    metrics = {} if protect_metrics else health
     return {
         "openapi": "3.1.0",
         "info": {"title": "pilotfish", "version": version.VERSION},
         "paths": {
-            "/v1/chat/completions": {"post": _post("Answer a conversation", "Chat")},
-            "/v1/completions": {"post": _post("Complete a text", "Text")},
-            "/tokenize": {"post": _post("The token ids of a text or a conversation", "Tokenize")},
-            "/v1/models": {"get": _get("The model that is served")},
-            "/health": {"get": _get("Whether requests are taken", errors=(503,))},
-            "/health/live": {"get": _get("Whether the process answers", errors=())},
-            "/health/ready": {"get": _get("Whether requests are taken", errors=(503,))},
-            "/metrics": {"get": _get("Numbers for Prometheus", media="text/plain")},
+            "/v1/chat/completions": {"post": _post("Answer a conversation", "Chat", "ChatAnswer", "ChatEvent")},
+            "/v1/completions": {"post": _post("Complete a text", "Text", "TextAnswer", "TextEvent")},
+            "/tokenize": {"post": _post("The token ids of a text or a conversation", "Tokenize", "Tokens")},
+            "/v1/models": {"get": _get("The model that is served", "Models")},
+            "/v1/models/{name}": {"get": _get("The model, if it is served", "Model", errors=(401, 404)) | named},
+            "/health": {"get": _get("Whether requests are taken", "Health", unready="Health") | health},
+            "/health/live": {"get": _get("Whether the process answers", "Health", errors=()) | health},
+            "/health/ready": {"get": _get("Whether requests are taken", "Health", unready="Health") | health},
+            "/metrics": {"get": _get("Numbers for Prometheus", None) | metrics},
         },
         "components": {
             "schemas": found,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        "security": [{}, {"key": []}],
+        "security": [{"key": []}] if key else [],
     }
 
 
@@ -63,24 +70,30 @@ _ERROR: Json = {
 }
 
 
-def _post(summary: str, body: str) -> Json:
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body}"}}}
-    answer = {"application/json": {"schema": {"type": "object"}}}
-    if body != "Tokenize":
-        answer |= {"text/event-stream": {"schema": {"type": "string"}}}
+def _post(summary: str, body: str, answer: str, event: str | None = None) -> Json:
+    """event: the schema of a streamed answer's events."""
+    content = _content(answer)
+    if event:
+        content |= {"text/event-stream": {"schema": {"$ref": f"#/components/schemas/{event}"}}}
     return {
         "summary": summary,
-        "requestBody": {"required": True, "content": content},
-        "responses": {"200": {"description": "the answer", "content": answer}} | _failures(tuple(_ERRORS)),
+        "requestBody": {"required": True, "content": _content(body)},
+        "responses": {"200": {"description": "the answer", "content": content}} | _failures(tuple(_ERRORS)),
     }
 
 
-def _get(summary: str, media: str = "application/json", errors: tuple[int, ...] = (401,)) -> Json:
-    schema = {"type": "string"} if media == "text/plain" else {"type": "object"}
-    answer = {"200": {"description": summary, "content": {media: {"schema": schema}}}}
-    return {"summary": summary, "responses": answer | _failures(errors)}
+def _get(summary: str, answer: str | None, errors: tuple[int, ...] = (401,), unready: str | None = None) -> Json:
+    """answer: the schema of the JSON, None for plain text. unready: that of a 503."""
+    content = _content(answer) if answer else {"text/plain": {"schema": {"type": "string"}}}
+    answers = {"200": {"description": summary, "content": content}} | _failures(() if unready else errors)
+    if unready:
+        answers["503"] = {"description": _ERRORS[503], "content": _content(unready)}
+    return {"summary": summary, "responses": answers}
 
 
 def _failures(statuses: tuple[int, ...]) -> Json:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {str(status): {"description": _ERRORS[status], "content": content} for status in statuses}
+    return {str(status): {"description": _ERRORS[status], "content": _content("Error")} for status in statuses}
+
+
+def _content(name: str) -> Json:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}

@@ -46,6 +46,9 @@ class ServeOptions:
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = field(
         default="summary", metadata={"help": "what answers say of drafting; detailed lists every pass"}
     )
+    trace: str | None = field(
+        default=None, metadata={"help": "also append a record of each pass to this JSONL file; it holds what was said"}
+    )
     access_log: bool = field(default=False, metadata={"help": "a line per request, never with its text"})
 
     def __post_init__(self) -> None:
@@ -62,7 +65,7 @@ class ServeOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise OptionError(f"{name} must be a number above 0, not {value!r}")
-        for name in ("host", "api_key", "served_model_name"):
+        for name in ("host", "api_key", "served_model_name", "trace"):
             if not isinstance(getattr(self, name), str if name == "host" else str | None):
                 raise OptionError(f"{name} must be a text, not {getattr(self, name)!r}")
             if getattr(self, name) == "":

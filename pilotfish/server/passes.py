@@ -2,7 +2,8 @@
 and by whom, the draft's tree, and how long it took beside plain decoding.
 
 It does not know HTTP, and without a trace nothing of it is called. The one trick: a block's pieces, put together, are
-the answer's text, so a reader may show them instead of the deltas and knows where every letter came from.
+the answer's text, so a reader may show them instead of the deltas and knows where every letter came from. All but the
+times is as in any trace (`pilotfish.trace`).
 
     "pilotfish": {
       "tokens": [" the", " sea", "."],   as written in log-probabilities; the first num_accepted were drafted
@@ -16,12 +17,12 @@ the answer's text, so a reader may show them instead of the deltas and knows whe
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..engine.controller import Adaptive
 from ..engine.engine import Engine, Guess
+from ..models.words import Spelling
+from ..trace import Emitted, seen
 from .refusals import Json
-from .spelling import Spelling
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +41,10 @@ def plain_seconds(engine: Engine, num_requests: int) -> float | None:
     return engine.controller.costs.seconds(num_requests) if isinstance(engine.controller, Adaptive) else None
 
 
-class Emitted(Protocol):
-    """What a pass gave; fields as in `Event`."""
-
-    @property
-    def tokens(self) -> tuple[int, ...]: ...
-    @property
-    def pieces(self) -> tuple[str, ...]: ...
-    @property
-    def num_accepted(self) -> int: ...
-
-
 def block(passed: Pass, emitted: Emitted, spelling: Spelling) -> Json:
     """A pass as it is written into a chunk."""
-    guess = passed.guess
-    draft = guess and {
-        "method": guess.method,
-        "tokens": [spelling.spell(token)[0] for token in guess.tokens],
-        "parents": guess.parents,
-        "accepted": [node in guess.accepted for node in range(len(guess.tokens))],
-    }
     return {
-        "tokens": [spelling.spell(token)[0] for token in emitted.tokens],
-        "pieces": emitted.pieces,
-        "num_accepted": emitted.num_accepted,
-        "draft": draft,
+        **seen(emitted, passed.guess, spelling),
         "seconds": round(passed.seconds, 6),
         "pass_seconds": round(passed.pass_seconds, 6),
         "plain_seconds": passed.plain_seconds and round(passed.plain_seconds, 6),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from ..decoding.grammar import StructuredOutputsParams
@@ -85,7 +85,7 @@ class Prediction(Strict):
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Extras(Strict):
@@ -161,6 +161,11 @@ class Sampling(Structured):
     def ends_with_usage(self) -> bool:
         """Whether a stream ends with a chunk about usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def counts_usage(self) -> bool:
+        """Whether each chunk of such a stream tells of usage so far."""
+        return self.ends_with_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def params(self, max_tokens: int) -> SamplingParams:
         """Raises OptionError for a combination that makes no sense, Refusal for a bias of something that is no id."""
@@ -259,8 +264,16 @@ class Text(Sampling):
         return several if isinstance(several, list) and not isinstance(several[0], int) else [several]
 
 
+_EITHER = [  # what `Tokenize.read` checks
+    {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+    {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+]
+
+
 class Tokenize(Strict):
     """``/tokenize``, vLLM's: a prompt or a conversation."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": _EITHER})  # type: ignore[dict-item]
 
     model: str | None = None
     prompt: str | None = None
@@ -357,5 +370,8 @@ def schemas() -> dict[str, Json]:
     for kind in (Chat, Text, Tokenize):
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         found |= schema.pop("$defs", {})
+        if kind is not Tokenize:
+            harmless = {name: {"description": "accepted; nothing depends on it"} for name in sorted(HARMLESS)}
+            schema["properties"] = harmless | schema["properties"]
         found[kind.__name__] = schema
     return found

@@ -7,7 +7,9 @@ The first SIGTERM or Ctrl-C stops listening and lets running requests end; the s
 """
 
 import asyncio
+import contextlib
 import errno
+import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -17,29 +19,54 @@ import click
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..errors import OptionError
+from ..errors import OptionError, PilotfishError
 from ..llm import LLM
+from ..trace import Json, TraceFile, listen
 from .app import Server
 from .options import ServeOptions
 
+log = logging.getLogger(__name__)
 _LOOPBACK = ("127.", "::1")
 _BACKLOG = 2048
 
 
 def serve(options: ServeOptions, load: Callable[[], LLM]) -> None:
     """Serve until a signal comes. load: makes the LLM, once the port is ours. Raises OptionError for a bad address."""
-    with bind(options.host, options.port) as listener:
-        server = Server(load(), options)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(bind(options.host, options.port))
+        trace = stack.enter_context(TraceFile(options.trace, append=True)) if options.trace else None
+        llm = load()
+        if trace is not None:
+            _trace(llm, trace)
+        server = Server(llm, options)
         _listen(listener)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         click.echo(f"serving {server.model} at http://{shown}:{port}/v1", err=True)
-        if not options.api_key and not str(host).startswith(_LOOPBACK):
-            click.echo("pilotfish: everybody who reaches this address can use it; --api-key asks for a key", err=True)
+        warn_of_open_door(options, host)
         try:
             _Uvicorn(server).run([listener])
         finally:
             server.close()
+
+
+def _trace(llm: LLM, file: TraceFile) -> None:
+    """Until the file cannot be written: a full disk shall end the trace, not the requests."""
+
+    def take(one: Json) -> None:
+        try:
+            file.write(one)
+        except PilotfishError as error:
+            log.error("%s; nothing is traced any more", error)
+            llm.engine.witness = None
+
+    listen(llm.engine, llm.tokenizer, take)
+
+
+def warn_of_open_door(options: ServeOptions, host: str) -> None:
+    """Say it if others than this machine can use the server without a key."""
+    if not options.api_key and not str(host).startswith(_LOOPBACK):
+        click.echo("pilotfish: everybody who reaches this address can use it; --api-key asks for a key", err=True)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -285,6 +285,26 @@ def test_a_failing_drafter_is_counted(prompts: str, monkeypatch: pytest.MonkeyPa
     assert row.alpha is None
 
 
+def test_a_trace_is_written_after_what_was_measured(prompts: str, tmp_path: Path) -> None:
+    """Each prompt once more with each variant: the measured runs are as many as without, and the texts are theirs."""
+    path, numbers = tmp_path / "trace.jsonl", []
+    for trace in (None, str(path)):
+        loaded = target()
+        report = bench(prompts, loaded, concurrency=2, trace=trace)
+        assert isinstance(loaded.model, TableModel)
+        numbers.append((loaded.model.num_passes, len(report.rows)))
+    assert numbers[0][0] < numbers[1][0] < 2 * numbers[0][0] and numbers[0][1] == numbers[1][1]
+    texts: dict[tuple[Any, ...], list[int]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        one = json.loads(line)
+        texts.setdefault((one["variant"], one["K"], *one["prompts"], one["request"]), []).extend(one["ids"])
+    assert [len(text) for text in texts.values()] == [12] * 8
+    assert {key[:2] for key in texts} == {("none", 0), ("ngram", 5)}
+    assert [text for key, text in texts.items() if key[0] == "none"] == [
+        text for key, text in texts.items() if key[0] == "ngram"
+    ]
+
+
 def test_what_cannot_be_measured_is_refused_before_anything_runs(prompts: str) -> None:
     loaded = target()
     with pytest.raises(
@@ -298,6 +318,8 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(prompts: str) -
         bench(prompts, loaded, [{"method": "draft_model"}])
     with pytest.raises(OptionError, match="must name a .png file"):
         bench(prompts, loaded, plot="picture.jpg")
+    with pytest.raises(OptionError, match="the trace cannot be written to"):
+        bench(prompts, loaded, trace="nowhere/trace.jsonl")
     assert isinstance(loaded.model, TableModel)
     assert loaded.model.num_passes == 0
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from pilotfish import LLM, Completion, SamplingParams
 from pilotfish.models.load import Loaded
 from pilotfish.server.app import Server
 from pilotfish.server.options import ServeOptions
+from pilotfish.server.run import _Uvicorn, bind
 from tests.fakes import ByteTokenizer, TableModel
 
 
@@ -92,6 +94,24 @@ async def running(server: Server) -> AsyncIterator[Server]:
     """The same on the test's own event loop."""
     async with server.app.router.lifespan_context(server.app):
         yield server
+    nothing_is_left(server)
+
+
+@contextlib.contextmanager
+def listening(server: Server) -> Iterator[str]:
+    """The address of a server that runs in a thread, on a real socket; afterwards as above."""
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen()
+        program = _Uvicorn(server)
+        thread = threading.Thread(target=program.run, args=([listener],))
+        thread.start()
+        try:
+            wait_until(lambda: program.started)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        finally:
+            program.should_exit = True
+            thread.join(20)
+    assert not thread.is_alive()
     nothing_is_left(server)
 
 
@@ -172,8 +192,16 @@ class Caller:
         return b"".join(message.get("body", b"") for message in self.sent).decode()
 
 
+def wait_until(fact: Any, seconds: float = 10.0) -> None:
+    """Wait until something holds, where there is no event loop."""
+    deadline = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < deadline, "this never came true"
+        time.sleep(0.01)
+
+
 async def until(fact: Any, seconds: float = 10.0) -> None:
-    """Wait until something holds."""
+    """Wait until something holds, on the event loop."""
     async with asyncio.timeout(seconds):
         while not fact():
             await asyncio.sleep(0.002)

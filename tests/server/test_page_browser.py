@@ -3,18 +3,15 @@
 Skipped where there is no Chromium (Debian: the package chromium) or no Playwright.
 """
 
-import contextlib
 import os
 import re
 import shutil
-import threading
-import time
 
 import pytest
 
-from pilotfish.server.run import _Uvicorn, bind
 from tests.server import fakes
-from tests.server.fakes import PHRASE, a_server, nothing_is_left, singer
+from tests.server.fakes import PHRASE, a_server, listening, singer
+from tests.server.fakes import wait_until as until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -23,31 +20,6 @@ QUIET = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-backgro
 QUIET += ["--disable-component-update", "--disable-sync", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
 MARKUP = "<u id=k>"  # says each byte once, so that a table can say it; 2 of these would be an element
 WAIT = 10_000  # milliseconds
-
-
-@contextlib.contextmanager
-def listening(server):
-    """The address of a server that runs in a thread; afterwards nothing may be left of any request."""
-    with bind("127.0.0.1", 0) as listener:
-        listener.listen()
-        program = _Uvicorn(server)
-        thread = threading.Thread(target=program.run, args=([listener],))
-        thread.start()
-        try:
-            until(lambda: program.started)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        finally:
-            program.should_exit = True
-            thread.join(20)
-    assert not thread.is_alive()
-    nothing_is_left(server)
-
-
-def until(fact):
-    deadline = time.monotonic() + WAIT / 1000
-    while not fact():
-        assert time.monotonic() < deadline, "this never came true"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 from pilotfish.cli import main
-from pilotfish.errors import OptionError
+from pilotfish.errors import OptionError, PilotfishError
 from pilotfish.server.options import ServeOptions
-from pilotfish.server.run import _Uvicorn, bind, serve
-from tests.server.fakes import a_server
+from pilotfish.server.run import _trace, _Uvicorn, bind, serve
+from pilotfish.trace import TraceFile
+from tests.server.fakes import a_server, serving, singer
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -158,3 +159,39 @@ def test_options_out_of_range(values):
 def test_names_that_are_no_texts_are_refused(name, value):
     with pytest.raises(OptionError, match=name):
         ServeOptions(**{name: value})
+
+
+def test_a_trace_is_appended_and_changes_no_answer(tmp_path):
+    """Two starts, one file; each pass of each completion is a line."""
+    path, body = tmp_path / "trace.jsonl", {"prompt": "hi", "max_tokens": 20, "temperature": 0}
+    with serving(a_server(singer())) as client:
+        (plain,) = client.post("/v1/completions", json=body).json()["choices"]
+    for start in (1, 2):
+        with TraceFile(path, append=True) as file:
+            server = a_server(singer())
+            _trace(server.llm, file)
+            with serving(server) as client:
+                (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        assert choice == plain and sum(len(one["ids"]) for one in records) == 20 * start
+        assert "".join(piece for one in records for piece in one["pieces"]) == choice["text"] * start
+
+
+def test_a_disk_that_is_full_ends_the_trace_and_not_the_answer(tmp_path, caplog):
+    server = a_server(singer())
+    with TraceFile(tmp_path / "trace.jsonl") as file:
+        file.write = lambda _one: (_ for _ in ()).throw(PilotfishError("the trace cannot be written: full"))
+        _trace(server.llm, file)
+        with serving(server) as client:
+            body = {"prompt": "hi", "max_tokens": 20, "temperature": 0}
+            assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 20
+    assert server.llm.engine.witness is None
+    assert [one.message for one in caplog.records] == ["the trace cannot be written: full; nothing is traced any more"]
+
+
+def test_a_trace_that_cannot_be_written_is_told_before_a_model_is_loaded(tmp_path):
+    options = ServeOptions(port=0, trace=str(tmp_path / "nowhere" / "trace.jsonl"))
+    with pytest.raises(OptionError, match="the trace cannot be written to"):
+        serve(options, lambda: pytest.fail("loaded"))
+    with pytest.raises(OptionError, match="trace is empty"):
+        ServeOptions(trace="")

@@ -1,4 +1,4 @@
-"""How a single token is written in log-probabilities: its text, and its bytes.
+"""How a single token is written in log-probabilities and traces: its text, and its bytes.
 
 It does not know models or requests. The one trick: a token that is no whole character has no text of its own, so it is
 written by its bytes, as OpenAI does (``bytes:\\xe2\\x80``); else different tokens would look the same.
@@ -6,7 +6,7 @@ written by its bytes, as OpenAI does (``bytes:\\xe2\\x80``); else different toke
 
 import functools
 
-from ..models.tokenizer import BYTE_TOKEN, REPLACEMENT, Tokenizer
+from .tokenizer import BYTE_TOKEN, REPLACEMENT, Tokenizer
 
 _SPACE = "\u2581"  # SentencePiece's; a decoder drops it at the beginning of a text
 

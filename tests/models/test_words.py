@@ -2,7 +2,7 @@
 
 import pytest
 
-from pilotfish.server.spelling import _BYTES, Spelling
+from pilotfish.models.words import _BYTES, Spelling
 from tests.fakes import ByteTokenizer
 
 LETTERS = {byte: letter for letter, byte in _BYTES.items()}
