@@ -24,6 +24,7 @@ from .engine.options import EngineOptions
 from .errors import OptionError, PilotfishError, UserError
 from .models.options import LoadOptions
 from .proof.options import VerifyOptions
+from .scale.environment import prepare
 from .scale.options import NOT_OF_A_BATCH, ScaleOptions
 from .server.options import BatchOptions, ServeOptions
 from .train.options import Eagle3Options, MedusaOptions, TrainOptions
@@ -237,6 +238,7 @@ def serve(model: str, **values: Any) -> None:
     options = flags.pick(ServeOptions, values, **({} if key is None else {"api_key": key}))
     scale = flags.pick(ScaleOptions, values)
     if scale.ray:
+        prepare(scale)
         with _extra("serve --ray"):
             from .scale.deploy import serve_on_ray
         serve_on_ray(_recipe(model, values), options, scale)
@@ -261,6 +263,7 @@ def batch(source: str, target: str, model: str, **values: Any) -> None:
     """
     options, scale = flags.pick(BatchOptions, values), flags.pick(ScaleOptions, values)
     if scale.ray:
+        prepare(scale)
         with _extra("batch --ray"):
             from .scale.data import run_batch_on_ray
         run_batch_on_ray(options, source, target, _recipe(model, values), scale)

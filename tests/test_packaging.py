@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-TARGETS = ["help", "demo", "test", "lint", "bench-overhead", "bench-peers", "clean"]
+TARGETS = ["help", "demo", "test", "test-native", "lint", "bench-overhead", "bench-peers", "reproduce", "clean"]
 
 
 def pins() -> dict[str, Requirement]:
@@ -23,13 +23,14 @@ def pins() -> dict[str, Requirement]:
 
 
 def wanted() -> list[Requirement]:
-    """What pyproject asks for, extras included."""
-    extras = [line for group in PROJECT["optional-dependencies"].values() for line in group]
+    """What pyproject asks for, extras included, but the one that `make` leaves to whoever wants it."""
+    groups = {name: lines for name, lines in PROJECT["optional-dependencies"].items() if name != "ray"}
+    extras = [line for group in groups.values() for line in group]
     return [Requirement(line) for line in [*PROJECT["dependencies"], *extras]]
 
 
 def closure() -> set[str]:
-    """All packages that installing `.[dev,plot,serve]` brings here, by the metadata of what is installed."""
+    """All packages that installing `.[dev,plot,reproduce,serve]` brings here, by the metadata of what is installed."""
     found, waiting = set(), [canonicalize_name(requirement.name) for requirement in wanted()]
     while waiting:
         name = waiting.pop()

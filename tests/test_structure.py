@@ -18,6 +18,7 @@ LAYERS = (
     "decoding",
     "paged",
     "attention",
+    "native",
     "models",
     "heads",
     "drafters",

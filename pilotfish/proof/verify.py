@@ -257,9 +257,10 @@ def _own_experiments(ground: Ground, speculation: registry.Speculation, draft: L
     if draft is not None:
         remembering = Loaded(MemoLM(draft.model, _memo_rows(ground)), draft.tokenizer)
         speculation = _drafting_with(remembering, speculation)
+    build = _knowing_words(speculation.build, ground)
     num_drafted = ground.options.num_drafted
     if not ground.num_drafted:
-        return [Experiment("plain decoding", speculation.build, "rejection", 0, num_drafted)]
+        return [Experiment("plain decoding", build, "rejection", 0, num_drafted)]
     found = []
     for number, rule in enumerate(_RULES[:2]):
         try:
@@ -269,10 +270,15 @@ def _own_experiments(ground: Ground, speculation: registry.Speculation, draft: L
         nodes = max(num_drafted, TREE_NODES) if trees else num_drafted
         name = f"{speculation.method}, {rule}"
         found += [
-            Experiment(name, speculation.build, rule, number, nodes),
-            _of_texts(name, speculation.build, rule, 2 + number, ground.num_drafted),
+            Experiment(name, build, rule, number, nodes),
+            _of_texts(name, build, rule, 2 + number, ground.num_drafted),
         ]
     return found
+
+
+def _knowing_words(build: Build, ground: Ground) -> Build:
+    """The experiments draw ids and need no text, but a draft with another vocabulary is worded by both tokenizers."""
+    return lambda setting: build(replace(setting, tokenizer=ground.tokenizer))
 
 
 def _of_texts(name: str, build: Build, rule: Rule, number: int, num_drafted: int | Literal["auto"]) -> Experiment:

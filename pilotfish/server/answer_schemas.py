@@ -95,7 +95,7 @@ def _event(kind: str, reasons: list[str], **choice: Json) -> Json:
     )
     error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
     json = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": [chunk, error]}}
-    return _object(data={"anyOf": [{"const": "[DONE]"}, json]})
+    return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, json]}}}
 
 
 _DELTA = _object(

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -85,7 +85,7 @@ class Journal:
         self.num_before, self.started = len(done), time.monotonic()
         self.advance: Callable[[str], None] = lambda _note: None
 
-    def todo(self) -> Iterator[Json]:
+    def todo(self) -> Generator[Json]:
         """The lines without an answer."""
         with self.source.open("rb") as lines:
             for _, line in _lines(lines):

@@ -22,14 +22,18 @@ class TextPart(Strict):
 Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
-_NONE = {"type": "null"}
+_NO_CALLS, _NO_ID = {"type": ["array", "null"], "maxItems": 0}, {"type": ["string", "null"], "maxLength": 0}
 _SAID = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
 _CALLED = {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
 _ROLES = [  # what `Message.plain` checks
-    {"properties": {"role": {"const": "assistant"}, "tool_call_id": _NONE}, "anyOf": [_SAID, _CALLED]},
-    {"properties": {"role": {"const": "tool"}, "tool_calls": _NONE}, "allOf": [_SAID]},
+    {"properties": {"role": {"const": "assistant"}, "tool_call_id": _NO_ID}, "anyOf": [_SAID, _CALLED]},
+    {"properties": {"role": {"const": "tool"}, "tool_calls": _NO_CALLS}, "allOf": [_SAID]},
     {
-        "properties": {"role": {"enum": ["system", "developer", "user"]}, "tool_calls": _NONE, "tool_call_id": _NONE},
+        "properties": {
+            "role": {"enum": ["system", "developer", "user"]},
+            "tool_calls": _NO_CALLS,
+            "tool_call_id": _NO_ID,
+        },
         "allOf": [_SAID],
     },
 ]

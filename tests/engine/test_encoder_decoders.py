@@ -118,7 +118,7 @@ def test_pages_are_shared_under_the_same_source_only(sound: bool, monkeypatch: p
     """A long beginning of the decoder's text under three sources; then, as the control, pages known by tokens alone."""
     opened = KVCache.open
 
-    def careless(self: KVCache, sequence: str, tokens: Sequence[int], source: Sequence[int] = ()) -> int:
+    def careless(self: KVCache, sequence: str, tokens: Sequence[int], source: Sequence[int], _adapter: str) -> int:
         found = opened(self, sequence, tokens)
         self._sequences[sequence].source = tuple(source)
         return found

@@ -9,14 +9,17 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from pilotfish import LLM, SamplingParams
+from pilotfish.cli import main
 from pilotfish.drafters import registry
 from pilotfish.errors import ModelError, OptionError
 from pilotfish.models.adapters import AdaptedLM
@@ -196,7 +199,7 @@ def both(base: Path, law: Path, wit: Path) -> Loaded:
     return load(base, adapters=[f"law={law}", f"wit={wit}"], device="cpu")
 
 
-@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "layer_skip", "medusa", "eagle3"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "layer_skip", "eagle3"])
 def test_requests_of_one_batch_have_their_own_adapters(both: Loaded, base: Path, method: str):
     """Together, then short of pages and rows; whatever drafts: the base itself, or its heads, among others."""
     assert isinstance(both.model, AdaptedLM) and both.model.info.adapters == ("law", "wit")
@@ -276,6 +279,19 @@ def test_streams_and_lists_of_adapters(base: Path, law: Path):
         llm.generate([PROMPT], GREEDY, adapter="lwa")
     with pytest.raises(OptionError, match="was loaded without adapters, so there is no 'law'"):
         LLM(base, device="cpu").generate([PROMPT], GREEDY, adapter="law")
+
+
+def test_the_command_line_has_both_ways(base: Path, law: Path):
+    words = ["generate", "w3 w41 w5", "-m", str(base), "--max-tokens", "9", "--json"]
+    text = [
+        json.loads(CliRunner().invoke(main, [*words, *more]).stdout)["token_ids"] for more in ([], ["--adapter", law])
+    ]
+    wrapped = (tiny_model(), adapted(tiny_model()))
+    assert text == [list(oracle(stock(one), [3, 41, 5], replace(GREEDY, max_tokens=9))) for one in wrapped]
+    for command in ("serve", "batch"):
+        assert "--adapters NAME=FOLDER" in CliRunner().invoke(main, [command, "--help"]).stdout
+    wrong = CliRunner().invoke(main, ["serve", "-m", str(base), "--adapters", "law", "--port", "0"])
+    assert wrong.exit_code == 2 and "an adapter is given as NAME=FOLDER" in wrong.stderr
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

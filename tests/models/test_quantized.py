@@ -1,5 +1,6 @@
 """The quantised decoder: the same bits in any company, close to float, and honest about broken rows."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -130,3 +131,23 @@ def test_taps_and_single_layers() -> None:
         ours, wanted = outputs[0].taps[layer], outputs[1].taps[layer]
         assert ours.shape == wanted.shape == (278, 64)
         assert float((ours - wanted).norm() / wanted.norm()) < 0.25
+
+
+def test_threads_that_share_a_model_wait_for_each_other() -> None:
+    """Each with a cache of its own; the buffers of a pass are the model's."""
+    lm = quantised()
+    caches = [begun(lm, past) for past in (20, 60, 90)]
+    expected = [logits(lm, cache, LONG[:5], past) for cache, past in zip(caches, (20, 60, 90), strict=True)]
+    wrong: list[int] = []
+
+    def check(which: int) -> None:
+        for _ in range(60):
+            found = logits(lm, caches[which], LONG[:5], (20, 60, 90)[which])
+            wrong.extend([which] * (not torch.equal(found, expected[which])))
+
+    checkers = [threading.Thread(target=check, args=(which,)) for which in range(3)]
+    for checker in checkers:
+        checker.start()
+    for checker in checkers:
+        checker.join()
+    assert not wrong

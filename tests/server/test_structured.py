@@ -129,3 +129,27 @@ def test_the_openapi_document_has_the_new_fields(client):
         schemas["Chat"]["properties"]
     )
     assert "schema" in schemas["JsonSchema"]["properties"] and "json" in schemas["StructuredOutputs"]["properties"]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_form_that_is_complete_ends_before_min_tokens(client, temperature):
+    """Nothing else can follow, even where the end is a token that min_tokens forbids."""
+    for form, text in (
+        ({"guided_regex": "ab"}, "ab"),
+        ({"guided_json": {"const": 1}}, "1"),
+        ({"guided_choice": ["xy"], "stop_token_ids": [ord("y")]}, "x"),
+    ):
+        asked = {"min_tokens": 9, "max_tokens": 40, "temperature": temperature, "seed": 3}
+        (choice,) = post(client, **asked, **form).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+
+
+def test_min_tokens_holds_where_a_form_can_go_on(client):
+    """Negative control of the above."""
+    for seed in range(5):
+        answer = post(client, guided_regex="a*", min_tokens=9, max_tokens=40, seed=seed).json()
+        assert len(answer["choices"][0]["text"]) >= 9
+    short = [
+        len(post(client, guided_regex="a*", max_tokens=40, seed=seed).json()["choices"][0]["text"]) for seed in range(9)
+    ]
+    assert min(short) < 9
