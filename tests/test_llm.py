@@ -166,14 +166,16 @@ def test_stops_and_why():
 def test_the_report_of_what_drafting_did():
     """vLLM's field names, and numbers that add up."""
     names = [
-        "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps",
-        "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens", "per_step_accepted", "per_step_drafted",
+        "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram",
+        "acceptance_histogram_by_draft_length", "num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens", "per_step_accepted",
+        "per_step_drafted",
     ]  # fmt: skip
     right = llm(draft_model=DRAFT, num_speculative_tokens=3).generate("A", GREEDY)[0].speculative_decoding
     assert list(right) == names
     assert right["per_step_drafted"] == right["per_step_accepted"] == [3, 3, 3, 3]
     assert (right["mean_acceptance_length"], right["draft_acceptance_rate"]) == (4, 1)
     assert (right["acceptance_histogram"], right["num_spec_tokens"]) == ([0, 0, 0, 4], 3)
+    assert right["acceptance_histogram_by_draft_length"] == {3: [0, 0, 0, 4]}
     assert (right["num_spec_steps"], right["num_draft_tokens"], right["num_accepted_draft_tokens"]) == (4, 12, 12)
     plain = llm().generate("A", GREEDY)[0].speculative_decoding
     assert list(plain) == names

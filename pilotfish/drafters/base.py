@@ -61,7 +61,7 @@ class Drafter(ABC):
     trees: bool = False  # whether drafts may branch
     encoder_decoder: bool = True  # whether it can draft for encoder-decoder targets too
     cost_grows: bool = False  # whether longer drafts take longer; asked where drafts carry chances: most are look-ups
-    level_cost: float = 0.0  # of a pass of its own, in plain passes of the target, as measured so far; set by the engine
+    level_cost: float = 0.0  # of a pass of its own in plain passes of the target, as the engine measured it
     taps: Sequence[int] = ()  # target layers whose hidden states `observe` wants
 
     @classmethod
