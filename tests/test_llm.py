@@ -167,8 +167,8 @@ def test_the_report_of_what_drafting_did():
     """vLLM's field names, and numbers that add up."""
     names = [
         "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram",
-        "acceptance_histogram_by_draft_length", "num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens", "per_step_accepted",
-        "per_step_drafted",
+        "acceptance_histogram_by_draft_length", "num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens",
+        "num_spec_tokens", "per_step_accepted", "per_step_drafted",
     ]  # fmt: skip
     right = llm(draft_model=DRAFT, num_speculative_tokens=3).generate("A", GREEDY)[0].speculative_decoding
     assert list(right) == names
