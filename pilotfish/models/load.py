@@ -46,6 +46,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     quantization: Literal["none", "int8", "int4"] = "none",
+    kernels: Literal["auto", "native", "numba"] = "numba",
     model_impl: Literal["auto", "hf", "native"] = "auto",
     adapter: str | None = None,
     adapters: Mapping[str, str] | Sequence[str] = (),
@@ -55,7 +56,13 @@ def load(
     Raises ModelError if it cannot be found, read, or run here.
     """
     options = LoadOptions(
-        dtype=dtype, device=device, quantization=quantization, model_impl=model_impl, adapter=adapter, adapters=adapters
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        kernels=kernels,
+        model_impl=model_impl,
+        adapter=adapter,
+        adapters=adapters,
     )
     if not isinstance(name, str | Path):
         raise ModelError(f"a model is named by a folder, a hub id, a GGUF file or 'demo', not by {name!r}")
@@ -223,11 +230,11 @@ def _load_quantised(source: str, name: str, options: LoadOptions, gguf_file: str
             _say,
         )
     except QuantisationError as error:
-        _say(f"{name}: {error}; it runs in float")
+        _say(f"{name}: {error}; it runs as it is stored")
         return None
     if (reason := slow_because()) is not None:
         _say(reason)
-    return QuantizedDecoder(quantised, name)
+    return QuantizedDecoder(quantised, name, kernels=options.kernels)
 
 
 def _identity(source: str, name: str, gguf_file: str | None, adapter: str | None) -> str:

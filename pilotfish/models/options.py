@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import OptionError
+from ..errors import OptionError, unknown_name
 from ..lazily import torch
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 QUANTIZATIONS = {"none": 0, "int8": 8, "int4": 4}
+KERNELS = ("auto", "native", "numba")
 
 
 def _named(one: object) -> tuple[str, str]:
@@ -40,6 +41,10 @@ class LoadOptions:
     quantization: Literal["none", "int8", "int4"] = field(
         default="none", metadata={"help": "none (as stored), int8, or int4: smaller and faster weights, on a CPU"}
     )
+    kernels: Literal["auto", "native", "numba"] = field(
+        default="numba",
+        metadata={"help": "what runs int8 and int4: numba's loops, C++ built here (native), or C++ if possible (auto)"},
+    )
     model_impl: Literal["auto", "hf", "native"] = field(
         default="auto", metadata={"help": "whose code runs the model: transformers' (hf), ours (native), or the faster"}
     )
@@ -49,6 +54,8 @@ class LoadOptions:
     adapters: Any = ()  # a flag of those commands that serve several requests only
 
     def __post_init__(self) -> None:
+        if self.kernels not in KERNELS:
+            raise unknown_name("kernels", str(self.kernels), KERNELS)
         if self.model_impl not in ("auto", "hf", "native"):
             raise OptionError(f"model_impl must be auto, hf or native, not {self.model_impl!r}")
         if bits_of(self.quantization):

@@ -10,6 +10,7 @@ batch and any draft. It is, and `info.bitwise` says so.
 """
 
 import copy
+import threading
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
@@ -25,11 +26,12 @@ from ..paged.cache import KVCache
 from . import loops
 from .base import Ends, ModelInfo, ModelOutput
 from .decoder import chosen_layers
+from .kernels import runner
 from .linear import Array, pick_rows, unpack_rows
 from .options import QUANTIZATIONS
 from .products import GROUP, ROWS, SUMS_LINE
 from .quantize import Quantised
-from .team import counters, team
+from .team import counters
 
 _ROWS_AT_ONCE = 256  # longer batches go through in parts: same bits, bounded memory
 _FEW_ROWS = 16  # up to here, blocks of keys are shared out among the threads
@@ -47,13 +49,15 @@ def slow_because() -> str | None:
 
 
 class QuantizedDecoder:
-    """See the module. Keys and values are float32. One pass at a time: a model is not for two threads at once.
+    """See the module. Keys and values are float32. One pass at a time: threads that share a model wait for each other.
 
     joined: it is a draft head of one layer, whose rows start from given states; see `forward` and `loops.run_pass`.
+    kernels: see `kernels.runner`.
     """
 
-    def __init__(self, quantised: Quantised, name: str, *, joined: int = 0):
+    def __init__(self, quantised: Quantised, name: str, *, joined: int = 0, kernels: str = "numba"):
         self.quantised = quantised
+        self._runner = runner(kernels)
         origin, facts = quantised.origin, quantised.origin.architecture
         self.architecture = facts
         self.info = ModelInfo(
@@ -86,6 +90,7 @@ class QuantizedDecoder:
         self._tables: WeakKeyDictionary[KVCache, Array] = WeakKeyDictionary()
         self._turns: list[tuple[Array, Array]] = []
         self._num_positions = 0
+        self._turn = threading.Lock()  # of passes: they share buffers
         self._buffers: dict[tuple[int, int], tuple[Array, Array]] = {}
 
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
@@ -101,6 +106,17 @@ class QuantizedDecoder:
         starts: tuple[Tensor, Tensor] | None = None,
     ) -> ModelOutput:
         """See `CausalLM`. starts: of a draft head, each row's state and embedded token, float32 [T, hidden]."""
+        with self._turn:
+            return self._forward(batch, cache, taps, layers, starts)
+
+    def _forward(
+        self,
+        batch: Batch,
+        cache: KVCache,
+        taps: Sequence[int],
+        layers: Sequence[int] | None,
+        starts: tuple[Tensor, Tensor] | None,
+    ) -> ModelOutput:
         assert (starts is not None) == bool(self._sizes[loops.JOINED])
         facts, rows = self.architecture, _Rows(batch)
         running = chosen_layers(facts.num_layers, taps, layers)
@@ -179,8 +195,8 @@ class QuantizedDecoder:
             addresses[loops.COSINES + 2 * i] = cosines.ctypes.data
             addresses[loops.SINES + 2 * i] = sines.ctypes.data
         cut = slice(start, stop)
-        team(torch.get_num_threads()).run(
-            loops.run_pass,
+        self._runner(
+            torch.get_num_threads(),
             counters(num_phases),
             addresses,
             self._sizes,

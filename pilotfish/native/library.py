@@ -1,0 +1,73 @@
+"""A built library as Python functions that take numpy arrays and addresses.
+
+It does not know how libraries are built or models laid out. The one trick: a pass is one table of int64, so a call
+costs the same for 1 layer and for 30, and ctypes lets go of Python's lock for its length.
+"""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelError
+
+Array = np.ndarray[Any, Any]
+_INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "run_pass": (_POINTER,),
+    "attend": (_POINTER,),
+    "product": (_INT, _POINTER, _POINTER, _INT, _INT, _INT, _POINTER, _INT, _INT),
+    "quantise_row": (_POINTER, _INT, _INT, _POINTER),
+    "normalise": (_POINTER, _POINTER, _INT, _FLOAT, _POINTER),
+    "rotate": (_POINTER, _POINTER, _POINTER, _INT, _POINTER),
+    "activate": (_INT, _POINTER, _POINTER, _POINTER, _INT),
+    "unpack_bytes": (_POINTER, _INT, _FLOAT, _INT, _POINTER),
+    "read": (_POINTER, _INT),
+}
+
+
+class Table:
+    """The arguments of one pass as the library wants them, in the order of `loops.run_pass`. Whoever holds it holds the
+    arrays too: a thread that comes late still reads them, and finds all jobs done."""
+
+    def __init__(self, phases: Array, b: Array, sizes: Array, layers: Array, ends: Array, factors: Array,
+                 batch: tuple[Array, ...], rows: tuple[Array, ...], num_splits: int):  # fmt: skip
+        tokens, positions, slots, wanted, groups = batch
+        prefixes, bits, slot_table = rows
+        assert layers.dtype == np.int64 and factors.dtype == np.float32
+        ints = [np.ascontiguousarray(a, np.int64) for a in (tokens, positions, slots, wanted, groups, *rows)]
+        tokens, positions, slots, wanted, groups, prefixes, bits, slot_table = ints
+        layers, ends = np.ascontiguousarray(layers), np.ascontiguousarray(ends)
+        self._arrays = (phases, b, sizes, layers, ends, factors, *ints)
+        self._table = np.array(
+            [*(a.ctypes.data for a in (phases, b, sizes, layers)), len(layers), ends.ctypes.data, factors.ctypes.data,
+             *(a.ctypes.data for a in (tokens, positions, slots, wanted)), len(wanted), groups.ctypes.data, len(groups),
+             *(a.ctypes.data for a in (prefixes, bits, slot_table)), num_splits, len(tokens)],
+            np.int64)  # fmt: skip
+
+    @property
+    def address(self) -> int:
+        return int(self._table.ctypes.data)
+
+
+class Library:
+    """One built library. kind: the instructions it was built for."""
+
+    def __init__(self, path: Path):
+        try:
+            self._handle = ctypes.CDLL(str(path))
+            name = self._handle.pf_kind
+            for function, arguments in _SIGNATURES.items():
+                found = getattr(self._handle, f"pf_{function}")
+                found.argtypes, found.restype = arguments, _INT if function == "read" else None
+                setattr(self, function, found)
+        except (OSError, AttributeError) as error:
+            raise ModelError(
+                f"{path} is not a library of ours ({error}); delete its folder and it is made again"
+            ) from error
+        name.restype = ctypes.c_char_p
+        self.kind: str = name().decode()
+
+    def __getattr__(self, name: str) -> Any:  # the functions of _SIGNATURES, for type checkers
+        raise AttributeError(f"the library has no function {name!r}")

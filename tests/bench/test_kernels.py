@@ -1,0 +1,29 @@
+"""The measurement of products: every size is run, in turns, and takes its time."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pilotfish.bench import kernels
+from pilotfish.models.kernels import library
+from pilotfish.native.build import BuildError, plan
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_each_number_of_rows_takes_its_turn(bits: int, monkeypatch: Any) -> None:
+    try:
+        plan("plain")
+    except BuildError:
+        pytest.skip("no C++ compiler here")
+    monkeypatch.setattr(kernels, "_TOTAL_BYTES", 200_000)
+    product = kernels.Product(64, 96, bits)
+    product.out[:] = float("nan")
+    seconds = kernels.measure(library(), product, 2, turns=2)
+    assert list(seconds) == [0, *kernels.NUM_ROWS] and all(0 < s < 5 for s in seconds.values())
+    assert not (product.out != product.out).any()
+    assert product.num_bytes == product.weights[0].nbytes + (product.scales[0].nbytes if bits == 4 else 0)
+
+
+def test_its_command_is_named_in_its_own_words() -> None:
+    assert "python -m pilotfish.bench.kernels" in Path(kernels.__file__).read_text()
