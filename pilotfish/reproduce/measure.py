@@ -28,6 +28,7 @@ _PROMPTS = 16  # that are answered as one batch
 _KEPT = ("method", "num_speculative_tokens", "tokens_per_second", "speedup", "speedup_spread", "mean_acceptance_length",
          "alpha", "c", "verify_ratio", "pass_ratio", "predicted_speedup_measured_verify", "num_steps",
          "identical")  # fmt: skip
+_PLACE = ("cpu", "gpu", "cores", "threads", "platform", "versions", "commit", "date")
 
 
 class Measuring:
@@ -127,7 +128,8 @@ def _timed(path: Path, opened: Opened, options: ReproduceOptions, temperature: f
     report = run_bench(bench, opened.target, list(opened.configs.values()))
     if report.environment["interrupted"]:
         raise KeyboardInterrupt
-    return {"rows": _named_rows(report, opened.configs), "environment": report.environment}
+    environment = {name: report.environment[name] for name in _PLACE}  # without folders of this machine
+    return {"rows": _named_rows(report, opened.configs), "environment": environment}
 
 
 def _named_rows(report: Report, configs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -4,8 +4,8 @@ It does not measure. The one trick: a pair is only named until it is opened, so 
 once.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -79,17 +79,24 @@ def pairs_of(options: ReproduceOptions, work: Path, keep: Callable[[str, Callabl
 def open_spoken(work: Path) -> Opened:
     """The encoder-decoder pair, trained first if it is not there yet."""
     words = spoken.cmu()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ExitStack() as stack:
-            loaded, about = trained(work / "spoken", _bars(stack), lambda: words)
-    finally:
-        torch.set_num_threads(threads)
+    with ExitStack() as stack:
+        loaded, about = trained(work / "spoken", _bars(stack), lambda: words)
     measured, others = halves(words.tests(_LINES, _WORDS).sources)
     name = f"T5, {about['draft']['parameters'] / 1e6:.1f} M"
     configs = {name: {"method": "draft_model", "model": loaded["draft"]}}
     return Opened(loaded["target"], configs, measured, others, dict(about.items()))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For models of a few million parameters: their products gain nothing from more threads, and each pass would wait
+    for them a hundred times."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _own_drafters() -> dict[str, dict[str, Any]]:

@@ -246,7 +246,7 @@ def _spoken(found: Sequence[Findings]) -> list[Block]:
             "stress): letters are read, sounds are written, up to eight words a text. The target learns from the "
             "dictionary, the draft the target's laws. Errors are of greedy texts of words that neither has seen. It is "
             "what the paper did with T5-XXL and T5-small, a thousand times smaller: its alphas stand in (a), and this "
-            "is its part of (b)."
+            "is its part of (b), on one thread."
         ),
         Table(header, rows),
         *_speed_table(own),

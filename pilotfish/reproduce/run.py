@@ -3,6 +3,7 @@
 It does not know how anything is measured. The one trick: it has no state; the record has.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from ..errors import OptionError
@@ -11,7 +12,7 @@ from . import figures
 from .journal import Journal
 from .measure import Measuring
 from .options import ReproduceOptions
-from .pairs import Pair, pairs_of
+from .pairs import Pair, one_thread, pairs_of
 from .report import write
 
 
@@ -25,7 +26,8 @@ def run(options: ReproduceOptions) -> tuple[Path, bool]:
     interrupted = False
     try:
         for pair in pairs_of(options, work, texts.once):
-            _measure(pair, options, results, texts, work)
+            with one_thread() if pair.kind == "spoken" else nullcontext():
+                _measure(pair, options, results, texts, work)
     except KeyboardInterrupt:
         interrupted = True
     return write(results, out), interrupted

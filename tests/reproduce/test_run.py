@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from pilotfish.errors import OptionError, PromptError
 from pilotfish.models.load import Loaded
-from pilotfish.reproduce import measure, pairs, run, spoken
+from pilotfish.reproduce import measure, run, spoken
 from pilotfish.reproduce.__main__ import main
 from pilotfish.reproduce.document import Heading, Paragraph, Table, as_html, as_markdown
 from pilotfish.reproduce.findings import findings
@@ -68,6 +68,8 @@ def test_a_run_measures_all_and_a_second_one_nothing(
     run.run(options)
     assert (folder / "results.jsonl").read_text() == record
     assert (folder / "README.md").read_text() == before
+
+    assert str(folder.parent) not in record, "a report can be given away"
 
     tables, spoken_words = findings(Journal(folder / "results.jsonl"))
     assert set(tables.alphas[1.0]) == {"small", "layer_skip", "unigram", "bigram"}
@@ -253,18 +255,16 @@ def test_prompts_that_are_too_long_are_left_out(tmp_path: Path) -> None:
         prompts_for(Loaded(table(), None), str(path), 9)
 
 
-def test_threads_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pair is trained on one thread."""
-    seen = []
-
-    def fail(*_: Any) -> Any:
-        seen.append(torch.get_num_threads())
-        raise OptionError("no")
-
-    monkeypatch.setattr(pairs, "trained", fail)
-    monkeypatch.setattr(spoken, "cmu", lambda: None)
+def test_the_pair_that_is_trained_here_has_one_thread(
+    options: ReproduceOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {}
+    monkeypatch.setattr(run, "_measure", lambda pair, *_: seen.update({pair.kind: torch.get_num_threads()}))
     before = torch.get_num_threads()
-    with pytest.raises(OptionError, match="no"):
-        pairs.open_spoken(tmp_path)
-    assert seen == [1]
-    assert torch.get_num_threads() == before
+    torch.set_num_threads(2)
+    try:
+        run.run(options)
+        assert seen == {"given": 2, "spoken": 1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
