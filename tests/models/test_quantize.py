@@ -144,8 +144,8 @@ def test_options_that_contradict_each_other(options: dict[str, Any], message: st
 
 
 def test_whose_code_runs() -> None:
-    assert isinstance(_wrap(tiny_model(), "x", LoadOptions()), Decoder)
-    assert isinstance(_wrap(tiny_model(), "x", LoadOptions(model_impl="hf")), HuggingFaceLM)
-    assert isinstance(_wrap(tiny_model("gpt2"), "x", LoadOptions()), HuggingFaceLM)
+    assert isinstance(_wrap(tiny_model(), "x", "x", LoadOptions(), None), Decoder)
+    assert isinstance(_wrap(tiny_model(), "x", "x", LoadOptions(model_impl="hf"), None), HuggingFaceLM)
+    assert isinstance(_wrap(tiny_model("gpt2"), "x", "x", LoadOptions(), None), HuggingFaceLM)
     with pytest.raises(ModelError, match="model_impl='hf'"):
-        _wrap(tiny_model("gpt2"), "x", LoadOptions(model_impl="native"))
+        _wrap(tiny_model("gpt2"), "x", "x", LoadOptions(model_impl="native"), None)
