@@ -151,5 +151,9 @@ class TraceFile:
     def __enter__(self) -> "TraceFile":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            if kind is None:  # else `write` has said it already: closing tries what is left once more
+                raise PilotfishError(f"the trace cannot be written to {str(self.path)!r}: {error.strerror}") from error

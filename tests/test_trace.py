@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,3 +252,9 @@ def test_a_file_that_cannot_be_written(tmp_path: Any) -> None:
         file._file = Full()  # type: ignore[assignment]
         with pytest.raises(PilotfishError, match="No space left"):
             file.write({})
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_told_once_and_as_our_own_error():
+    with pytest.raises(PilotfishError, match="cannot be written"), TraceFile("/dev/full") as file:
+        file.write({"a": 1})

@@ -12,6 +12,7 @@ shape: peft would fill in what is missing.
 
 import importlib.util
 import json
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -104,6 +105,7 @@ class AdaptedLM:
         self.base, self._wrapped = base, wrapped
         self.info: ModelInfo = replace(base.info, adapters=tuple(wrapped.peft_config))
         self._active = ""
+        self._turn = threading.Lock()  # of passes: which adapter is active is the model's state
 
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
         return self.base.new_cache(num_pages, page_size)
@@ -111,6 +113,10 @@ class AdaptedLM:
     def forward(
         self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = (), layers: Sequence[int] | None = None
     ) -> ModelOutput:
+        with self._turn:
+            return self._forward(batch, cache, taps, layers)
+
+    def _forward(self, batch: Batch, cache: KVCache, taps: Sequence[int], layers: Sequence[int] | None) -> ModelOutput:
         groups: dict[str, list[int]] = {}
         for place, span in enumerate(batch.spans):
             groups.setdefault(cache.adapter(span.feed.sequence), []).append(place)

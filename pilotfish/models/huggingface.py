@@ -10,6 +10,7 @@ and never call it (bloom does), bring masks of its own, or carry state that cann
 """
 
 import copy
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -125,6 +126,7 @@ class HuggingFaceLM:
 
     def __init__(self, model: PreTrainedModel, name: str = "", *, self_check: bool = True):
         self.model: Any = model
+        self._turn = threading.Lock()  # of passes: they swap parts of the model
         model.train(False)
         config: Any = model.config.get_text_config()
         self._config = config
@@ -157,7 +159,12 @@ class HuggingFaceLM:
         self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = (), layers: Sequence[int] | None = None
     ) -> ModelOutput:
         running = _Pass(batch, cache)
-        with self._attention(_NAME), _running(self._blocks, layers), _tapping(self._blocks, taps) as tapped:
+        with (
+            self._turn,
+            self._attention(_NAME),
+            _running(self._blocks, layers),
+            _tapping(self._blocks, taps) as tapped,
+        ):
             output = self.model(
                 input_ids=batch.tokens_T[None],
                 position_ids=batch.positions_T[None],
