@@ -166,7 +166,7 @@ def explain(prompt: str, raw: bool, html: str | None, trace: str | None, model: 
     from .explain.run import DEFAULTS, run_explain
 
     params = _params(values, _EXPLAIN_DEFAULTS)
-    config = _drafting(values)
+    config = registry.resolve_aliases(_drafting(values))
     if "method" not in config and "model" not in config:
         config = DEFAULTS | config
     llm = _llm(model, values, {"num_speculative_tokens": DEFAULTS["num_speculative_tokens"]} | config)

@@ -215,6 +215,8 @@ class LLM:
             if not fine or not isinstance(one, Mapping) or not {"role", "content"} <= one.keys():
                 example = '[{"role": "user", "content": "Hello"}]'
                 raise PromptError(f"messages are a list such as {example}, not {one!r}")
+            if isinstance(one["content"], str):
+                _require_unicode(one["content"])
         return self.tokenizer.chat([dict(message) for message in messages], tools)
 
     def describe(self) -> str:
@@ -309,10 +311,15 @@ class LLM:
             return _listed(prompt)
         if self.tokenizer is None:
             raise PromptError("this model has no tokenizer: give prompts as token ids")
-        try:
-            return self.tokenizer.encode(prompt, add_special_tokens=special)
-        except UnicodeEncodeError as error:  # half of a surrogate pair, from a text cut or decoded wrongly
-            raise PromptError(f"the text {prompt[:40]!r} is not Unicode: {error.reason} at {error.start}") from error
+        _require_unicode(prompt)
+        return self.tokenizer.encode(prompt, add_special_tokens=special)
+
+
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, from a text cut or decoded wrongly
+        raise PromptError(f"the text {text[:40]!r} is not Unicode: {error.reason} at {error.start}") from error
 
 
 def completion(request: Request, index: int = 0) -> Completion:

@@ -404,6 +404,11 @@ def test_what_is_no_conversation(messages):
         llm().chat(messages)
 
 
+def test_a_conversation_that_is_not_unicode():
+    with pytest.raises(PromptError, match="is not Unicode: surrogates not allowed at 1"):
+        llm().chat([{"role": "user", "content": "a\udcffb"}])
+
+
 @pytest.mark.parametrize("references", ["A", 5, {"A": 1}], ids=str)
 def test_references_that_are_no_list(references):
     with pytest.raises(OptionError, match="references must be a list"):

@@ -211,7 +211,7 @@ class Eagle3Drafter(Drafter):
             self._close(request.id)
         if request.id not in self._texts:
             names = self._names(request, 0, stop)
-            found = self.cache.open(request.id, names)
+            found = self.cache.open(request.id, names, adapter=request.adapter)
             self._texts[request.id] = _Text(request, names[:found], skew=max(0, past - found))
         return self._texts[request.id]
 

@@ -104,7 +104,7 @@ def parse(config: Mapping[str, Any] | None) -> Speculation:
     Without ``method``, ``model`` means ``draft_model`` and ``prompt_lookup_*`` mean ``ngram``. Raises OptionError
     for unknown keys and bad values.
     """
-    given = _resolve_aliases(dict(config or {}))
+    given = resolve_aliases(dict(config or {}))
     if odd := [key for key in given if not isinstance(key, str)]:
         raise OptionError(f"the keys of a speculative config are names, not {odd[0]!r}")
     method = given.pop("method", None) or _implied_method(given)
@@ -135,7 +135,7 @@ def member(value: Any, where: str) -> Speculation:
         value = _json(value, where) if value.lstrip().startswith("{") else {"method": value.strip()}
     if not isinstance(value, Mapping):
         raise OptionError(f"{where} must be a method's name or a config such as {{'method': 'ngram'}}, not {value!r}")
-    config = _resolve_aliases(dict(value))
+    config = resolve_aliases(dict(value))
     if "rejection_sample_method" in config:
         raise OptionError(f"rejection_sample_method is the target's, not a drafter's: it cannot be set in {where}")
     config.setdefault("num_speculative_tokens", MAX_NODES)
@@ -174,7 +174,7 @@ def check_known(names: Sequence[str], config: Mapping[str, Any]) -> None:
     known: dict[str, None] = {}
     for name in names:
         known |= dict.fromkeys([*known_to(name, config), "method"])
-    for key in _resolve_aliases(dict(config)):
+    for key in resolve_aliases(dict(config)):
         if key not in known:
             raise unknown_name(f"option for {', '.join(names)}:", key, known)
 
@@ -182,7 +182,7 @@ def check_known(names: Sequence[str], config: Mapping[str, Any]) -> None:
 def known_to(method: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a config that a method has options for: where one set of flags serves several methods."""
     names = {f.name for f in (*fields(CommonOptions), *fields(drafter_class(method).Options))}
-    return {key: value for key, value in _resolve_aliases(dict(config)).items() if key in names}
+    return {key: value for key, value in resolve_aliases(dict(config)).items() if key in names}
 
 
 def keywords() -> dict[str, str]:
@@ -196,7 +196,8 @@ def keywords() -> dict[str, str]:
     return found
 
 
-def _resolve_aliases(given: dict[str, Any]) -> dict[str, Any]:
+def resolve_aliases(given: dict[str, Any]) -> dict[str, Any]:
+    """The same config in our own names, changed in place. Raises OptionError where one thing is given twice."""
     for alias, (key, method) in ALIASES.items():
         if alias in given:
             if key in given:

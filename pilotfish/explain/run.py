@@ -37,8 +37,11 @@ def run_explain(
     """
     if params.n != 1:
         raise OptionError(f"explain tells of one completion, and n is {params.n}")
-    if html is not None and not Path(html).expanduser().absolute().parent.is_dir():
-        raise OptionError(f"the page cannot be written to {html!r}: there is no such folder")
+    if html is not None:
+        page = Path(html).expanduser().absolute()
+        if not page.parent.is_dir() or page.is_dir():
+            reason = "it is a folder" if page.is_dir() else "there is no such folder"
+            raise OptionError(f"the page cannot be written to {html!r}: {reason}")
     story, records = Story(console or Console()), list[Json]()
     llm.engine.entropy = itertools.count(1).__next__
     with TraceFile(trace) if trace is not None else contextlib.nullcontext() as file:

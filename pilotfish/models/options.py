@@ -65,6 +65,8 @@ class LoadOptions:
                 raise OptionError(f"with quantization {self.quantization!r} the rest is float32, not {self.dtype}")
             if self.device not in ("auto", "cpu"):
                 raise OptionError(f"quantization {self.quantization!r} is for the CPU, not for {self.device!r}")
+        elif self.kernels == "native":
+            raise OptionError("kernels 'native' run int8 and int4 weights, and quantization is 'none': choose one")
         self._check_adapters()
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise OptionError(f"dtype must be auto, {', '.join(DTYPES)}, not {self.dtype!r}")

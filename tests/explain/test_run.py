@@ -116,6 +116,8 @@ def test_what_cannot_be_written_is_told_first(tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="cannot be written to .*nowhere"):
             told(llm, SamplingParams(), **{option: missing})
         assert not llm.engine.has_work and llm.engine.witness is None
+    with pytest.raises(OptionError, match="it is a folder"):
+        told(an_llm(), SamplingParams(), html=str(tmp_path))
     with pytest.raises(OptionError, match="one completion, and n is 2"):
         told(an_llm(), SamplingParams(n=2))
 
@@ -135,6 +137,10 @@ def test_explain_drafts_with_layers_of_the_model_itself(model: str, tmp_path: Pa
     assert html.read_text(encoding="utf-8").count("<section") == len(records)
     again = run("explain", "abcabc", "-m", model, "--max-tokens", "9", "--method", "ngram", "--temperature", "0")
     assert "method ngram" in again.stderr and "K 4" in again.stderr and "At temperature 0" in again.stdout
+    other = run(
+        "explain", "abcabc", "-m", model, "--max-tokens", "3", "--speculative-config", '{"num_assistant_tokens": 2}'
+    )
+    assert "method layer_skip" in other.stderr and "K 2" in other.stderr
 
 
 def test_generate_writes_the_same_text_with_a_trace(model: str, tmp_path: Path) -> None:  # noqa: F811

@@ -3,11 +3,14 @@
 Random weights in float64, greedy and with seeds. The oracle is peft's model itself, without any cache of ours.
 """
 
+import contextlib
 import functools
 import json
 import re
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -231,6 +234,31 @@ def test_pages_are_shared_under_one_adapter_only(both: Loaded, sound: bool, monk
         drain(found)
         right.append(tuple(request.output) == oracle(oracles((name,))[0], PROMPT, SEEDED))
     assert right == [True, sound, sound, sound]
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_threads_that_share_adapters_wait_for_each_other(base: Path, law: Path, wit: Path, sound: bool):
+    """An engine for each. As the control, without turns: whoever was last says which adapter is active."""
+    loaded, names = load(base, adapters=[f"law={law}", f"wit={wit}"], device="cpu"), (None, "law", "wit")
+    right = [oracle(one, PROMPT, SEEDED) for one in oracles(names)]
+    model: Any = loaded.model
+    forward = model.base.forward
+
+    def slow(*args: Any, **more: Any) -> Any:
+        time.sleep(0.002)  # the others get their chance
+        return forward(*args, **more)
+
+    model.base.forward = slow
+    if not sound:
+        model._turn = contextlib.nullcontext()
+    engines = [engine(loaded.model) for _ in names]
+    requests = [one.add(PROMPT, SEEDED, adapter=name)[0] for one, name in zip(engines, names, strict=True)]
+    threads = [threading.Thread(target=drain, args=(one,)) for one in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ([tuple(request.output) for request in requests] == right) == sound
 
 
 def test_one_adapter_s_rows_are_one_pass_and_those_of_several_are_one_each(both: Loaded):

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 import pytest
 import torch
@@ -16,20 +15,11 @@ from pilotfish.models.load import load
 from pilotfish.models.options import LoadOptions
 from pilotfish.models.quantize import quantise
 from pilotfish.models.quantized import QuantizedDecoder
-from pilotfish.native.build import BuildError, kinds, plan
 from pilotfish.paged.batch import Feed, lay_out
 
+from ..native.test_kernels import built
 from .test_quantized import LONG, SHAPE, begun, logits
 from .tiny import tiny_model
-
-
-def built() -> list[str]:
-    try:
-        plan("plain")
-    except BuildError:
-        return []
-    return kinds(llvmlite.binding.get_host_cpu_features())
-
 
 KINDS = built() or [pytest.param("none", marks=pytest.mark.skip("no C++ compiler here"))]
 SIBLINGS = (1, 2, 5, 9, 18)  # ancestors of nodes 0..4: 0, 1, 0-2, 0-3, 1-4
@@ -118,5 +108,7 @@ def test_draft_heads(instructions: str, joined: int) -> None:
 def test_an_unknown_name_is_refused_and_the_nearest_is_told() -> None:
     with pytest.raises(OptionError, match="unknown kernels 'numbat'; did you mean 'numba'"):
         LoadOptions(kernels="numbat")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="kernels 'native' run int8 and int4.*quantization is 'none'"):
+        LoadOptions(kernels="native")
     with pytest.raises(OptionError, match="unknown kernels"):
         load("demo", kernels="fast")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -155,7 +156,11 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
 
 def test_interrupted_it_keeps_what_there_is(tmp_path: Path) -> None:
     stopper = Variant("stopper", {"interrupts": os.getpid()})
-    outcome = run(tmp_path, engine("one", ("w", (PLAIN, stopper))))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        outcome = run(tmp_path, engine("one", ("w", (PLAIN, stopper))))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert outcome.interrupted
     assert order(outcome) == [(0, "one", "plain"), (0, "one", "stopper")]
     assert any("interrupted" in line for line in shown(tmp_path, outcome))
