@@ -15,12 +15,14 @@ from .engine.memory import bytes_per_token, size_pool
 from .engine.options import EngineOptions
 from .errors import UserError
 from .models.load import Loaded, LoadOptions, load
+from .models.quantized import QuantizedDecoder
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Sizes in bytes. weights: their format. bitwise: whether a row's logits are the same in any batch. drafters: per
-    method None if it works, else why not. described: what those that work say of themselves, if anything."""
+    method None if it works, else why not. converted: what became of a GGUF file's types, if it is used as it is; else
+    empty. described: what those that work say of themselves, if anything."""
 
     name: str
     architecture: str
@@ -37,6 +39,7 @@ class Facts:
     kv_bytes_full_context: int
     kv_pool_bytes: int
     chat_template: bool
+    converted: str
     drafters: Mapping[str, str | None]
     described: Mapping[str, str]
 
@@ -50,6 +53,7 @@ class Facts:
             ("context", f"{self.context} tokens"),
             ("chat template", "yes" if self.chat_template else "no"),
             ("weights", _size(self.weights_bytes)),
+            *([("from the file", self.converted)] if self.converted else []),
             ("keys and values", f"{_size(self.kv_bytes_per_token)} a token, {_size(self.kv_bytes_full_context)} at "
                                 f"full context; the pool may grow to {_size(self.kv_pool_bytes)}"),
         ]  # fmt: skip
@@ -83,6 +87,7 @@ def inspect(model: str, load_options: LoadOptions, engine: EngineOptions, config
         kv_bytes_per_token=per_token,
         kv_bytes_full_context=per_token * length,
         kv_pool_bytes=per_token * size_pool(info, engine, length) * engine.block_size,
+        converted=loaded.model.quantised.remark if isinstance(loaded.model, QuantizedDecoder) else "",
         chat_template=bool(loaded.tokenizer and loaded.tokenizer.hf.chat_template),
         drafters={method: reason for method, (reason, _) in found.items()},
         described={method: about for method, (_, about) in found.items() if about},

@@ -1,15 +1,15 @@
 """Matrix products of the C++ kernels, 1 to 16 rows, beside the speed at which memory can be read in the same run.
 
-It does not know models. The one trick: weights are many copies taken in turn, so none is in a cache when its turn
-comes, and rows and the plain reading of memory take turns too, so that whatever else runs here disturbs all alike. Of
-each the fastest turn counts.
+It does not know models (`passes` does). The one trick: one call goes through many copies of a matrix, as a pass goes
+through its layers, so none is in a cache when its turn comes and no thread has to be woken for each; rows and plain
+reading take turns, so that whatever else runs here disturbs all alike.
 
     python -m pilotfish.bench.kernels        a table per number of threads: GB/s and what a row more costs
 """
 
-import threading
-import time
+import statistics
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,37 +17,42 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models.kernels import library
-from ..models.products import GROUP, ROWS, SUMS_LINE
+from ..models.memory import large
+from ..models.products import GROUP, GROUPED, ROWS, SCALE_BYTES, SUMS_LINE, TILE_BYTES
 from ..models.team import counters, team
 from ..native.library import Library
 
 NUM_ROWS = (1, 2, 4, 8, 16)
 NUM_THREADS = (1, 2)
-SHAPES = ((4096, 1536), (8960, 1536))  # outputs, inputs
-_TOTAL_BYTES = 96_000_000  # of all copies: more than a cache holds
-_TURNS = 40
+SHAPES = ((4096, 1536), (8960, 1536), (1536, 8960))  # outputs, inputs
+NAMES = {4: "int4", 8: "int8", GROUPED: "int8, scales a group"}
+_TOTAL_BYTES = 256_000_000  # of all copies: more than a cache holds
+_TURNS = 15
 
 Array = np.ndarray[Any, Any]
 
 
 class Product:
-    """Copies of one random matrix, and 16 rows to multiply them with."""
+    """Copies of one random matrix, and 16 rows to multiply them with. bits: 4, 8, or `GROUPED`."""
 
     def __init__(self, outputs: int, inputs: int, bits: int):
         rng = np.random.default_rng(0)
         self.groups, self.tiles = inputs // GROUP, outputs // 16
-        self.num_bytes = self.tiles * self.groups * (GROUP * 2 * bits + (64 if bits == 4 else 0))
-        num_copies = max(2, _TOTAL_BYTES // self.num_bytes)
-        self.weights = rng.integers(0, 256, (num_copies, self.tiles * self.groups * GROUP * 2 * bits), np.uint8)
-        num_scales = self.tiles * (32 * self.groups if bits == 4 else 16)
-        self.scales = np.full((num_copies, num_scales), 0.01, np.float16 if bits == 4 else np.float32)
+        self.num_bytes = self.tiles * self.groups * TILE_BYTES[bits]
+        scale_bytes = self.tiles * (64 if bits == 8 else self.groups * SCALE_BYTES[bits])
+        self.num_copies = max(2, _TOTAL_BYTES // self.num_bytes)
+        self.memory = large(self.num_copies * (self.num_bytes + scale_bytes))
         self.bias = np.zeros(outputs, np.float32)
-        self.matrices = np.array(
-            [
-                (w.ctypes.data, s.ctypes.data, self.bias.ctypes.data, bits)
-                for w, s in zip(self.weights, self.scales, strict=True)
-            ]
-        )
+        numbers = rng.integers(0, 256, self.num_bytes, np.uint8)
+        scales = np.full(scale_bytes // (4 if bits == 8 else 2), 0.01, np.float32 if bits == 8 else np.float16)
+        matrices = []
+        for start in range(0, len(self.memory), self.num_bytes + scale_bytes):
+            middle = start + self.num_bytes
+            self.memory[start:middle], self.memory[middle : middle + scale_bytes] = numbers, scales.view(np.uint8)
+            place = self.memory.ctypes.data + start
+            matrices.append((place, place + self.num_bytes, self.bias.ctypes.data, bits))
+        self.matrices = np.array(matrices, np.int64)
+        self.all_bytes = self.num_bytes + scale_bytes
         blocks = max(NUM_ROWS) // ROWS
         self.rows = (
             rng.integers(-127, 128, blocks * inputs * ROWS, np.int8),
@@ -57,60 +62,40 @@ class Product:
         self.blocks = np.array([part.ctypes.data for part in self.rows], np.int64)
         self.out = np.zeros((max(NUM_ROWS), outputs), np.float32)
 
-    def run(self, native: Library, turn: int, num_rows: int, num_threads: int) -> None:
-        phases, matrix = counters(1), self.matrices[turn % len(self.matrices)]
+    def run(self, native: Library, num_rows: int, num_threads: int) -> float:
+        """Seconds of all copies in turn; of 0 rows: only reading the weights."""
+        phases, places = counters(self.num_copies), np.ascontiguousarray(self.matrices[:, 0])
 
         def work() -> None:  # holds the counters: a helper may come when the others are done
-            native.product(
-                phases.ctypes.data, matrix.ctypes.data, self.blocks.ctypes.data, num_rows, self.groups, self.tiles,
-                self.out.ctypes.data, self.out.shape[1], 0,
-            )  # fmt: skip
+            first = phases.ctypes.data
+            if num_rows:
+                native.products(
+                    first, self.matrices.ctypes.data, self.num_copies, self.blocks.ctypes.data, num_rows, self.groups,
+                    self.tiles, self.out.ctypes.data, self.out.shape[1], 0,
+                )  # fmt: skip
+            else:
+                native.read(first, places.ctypes.data, self.num_copies, self.num_bytes)
 
-        team(num_threads).run(work)
+        return _seconds(lambda: team(num_threads).run(work))
 
-    def read(self, native: Library, turn: int, num_threads: int) -> None:
-        """The same bytes, only read: a part by each thread."""
-        weights, phases = self.weights[turn % len(self.weights)], counters(1)
-        num_jobs = 8 * num_threads
-        part = len(weights) // num_jobs
-        lock = threading.Lock()
-
-        def work() -> None:
-            while True:
-                with lock:
-                    job = int(phases[0])
-                    phases[0] += 1
-                if job >= num_jobs:
-                    break
-                native.read(weights.ctypes.data + job * part, part)
-                with lock:
-                    phases[8] += 1
-            while phases[8] < num_jobs:
-                time.sleep(0)
-
-        team(num_threads).run(work)
+    def speed(self, num_rows: int, seconds: float) -> float:
+        """Bytes a second."""
+        return self.num_copies * (self.all_bytes if num_rows else self.num_bytes) / seconds
 
 
 def measure(native: Library, product: Product, num_threads: int, turns: int = _TURNS) -> dict[int, float]:
-    """Seconds per number of rows, the fastest of ``turns`` turns; of 0 rows: only reading the weights."""
-    best: dict[int, float] = dict.fromkeys((0, *NUM_ROWS), float("inf"))
-    turn = 0
+    """Seconds per number of rows, medians of ``turns`` turns; of 0 rows: only reading the weights."""
+    found: dict[int, list[float]] = {rows: [] for rows in (0, *NUM_ROWS)}
     for _ in range(turns):
-        for rows in best:
-            turn += 1
-            best[rows] = min(best[rows], _seconds(product, native, turn, rows, num_threads))
-    return best
+        for rows, seconds in found.items():
+            seconds.append(product.run(native, rows, num_threads))
+    return {rows: statistics.median(seconds) for rows, seconds in found.items()}
 
 
-def _seconds(product: Product, native: Library, turn: int, rows: int, num_threads: int) -> float:
-    work: Callable[[], None]
-    if rows:
-        work = lambda: product.run(native, turn, rows, num_threads)  # noqa: E731
-    else:
-        work = lambda: product.read(native, turn, num_threads)  # noqa: E731
-    start = time.perf_counter()
+def _seconds(work: Callable[[], None]) -> float:
+    start = perf_counter()
     work()
-    return time.perf_counter() - start
+    return perf_counter() - start
 
 
 def main() -> None:
@@ -120,17 +105,16 @@ def main() -> None:
         table.add_column("weights")
         for heading in ("memory GB/s", *(f"{rows} row{'s' * (rows > 1)} GB/s" for rows in NUM_ROWS), "8 / 1", "16 / 1"):
             table.add_column(heading, justify="right")
-        for bits in (4, 8):
+        for bits, name in NAMES.items():
             for outputs, inputs in SHAPES:
                 product = Product(outputs, inputs, bits)
                 seconds = measure(native, product, num_threads)
-                speeds = [product.weights[0].nbytes / seconds[0] / 1e9]
-                speeds += [product.num_bytes / seconds[rows] / 1e9 for rows in NUM_ROWS]
+                speeds = [product.speed(rows, seconds[rows]) / 1e9 for rows in seconds]
                 ratios = [seconds[rows] / seconds[1] for rows in (8, 16)]
                 table.add_row(
-                    f"int{bits} {outputs} x {inputs}", *(f"{x:.1f}" for x in speeds), *(f"{x:.2f}" for x in ratios)
+                    f"{name} {outputs} x {inputs}", *(f"{x:.1f}" for x in speeds), *(f"{x:.2f}" for x in ratios)
                 )
-        Console().print(table)
+        Console(width=130).print(table)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from ..decoding.draft import EMPTY, Draft
 from ..decoding.request import Request
 from ..errors import DraftError, OptionError
 from ..models import vocabulary
-from ..models.options import bits_of
+from ..models.options import GGUF, bits_of
 from ..models.tokenizer import mismatch
 from ..paged.batch import Feed, lay_out
 from .base import Drafter, Setting
@@ -46,10 +46,10 @@ class DraftModelOptions:
     model: Any = field(
         default=None, metadata={"help": "the draft model: a folder, a hub id, or `demo`", "flag": "draft_model"}
     )
-    quantization: Literal["auto", "none", "int8", "int4"] = field(
+    quantization: Literal["auto", "none", "int8", "int4", "gguf"] = field(
         default="auto",
         metadata={
-            "help": "weights of a draft model given by name; auto: as the target's",
+            "help": "weights of a draft model given by name; auto: as the target's, int8 instead of gguf for a folder",
             "flag": "draft_quantization",
         },
     )
@@ -95,10 +95,12 @@ class DraftModelOptions:
         if not isinstance(self.draft_vocabulary, str | Path | None):
             raise OptionError(f"draft_vocabulary must name a file that tune made, not {self.draft_vocabulary!r}")
 
-    def loading(self, target: ModelInfo) -> Literal["none", "int8", "int4"]:
+    def loading(self, target: ModelInfo) -> Literal["none", "int8", "int4", "gguf"]:
         """The quantization to load the draft model with."""
         if self.quantization != "auto":
             return self.quantization
+        if target.quantization == GGUF:
+            return "gguf" if Path(str(self.model)).suffix == ".gguf" else "int8"
         return "int8" if target.quantization == "int8" else "int4" if target.quantization == "int4" else "none"
 
 

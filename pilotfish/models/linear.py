@@ -1,10 +1,11 @@
-"""Linear layers of three kinds: float, int8 and int4. How weights become bytes, and one product for whoever needs one.
+"""Linear layers with packed weights. How weights become bytes, and one product for whoever needs one.
 
 It does not know models or files. The one trick: a scale belongs to a *row's* group of 32 inputs, never to a tensor,
 so the same row has the same bytes in any batch, and one loud channel drowns only its 31 neighbours.
 
 int8: one scale per output. int4: a scale and a minimum per output and 32 inputs, float16 both; see `four_bits`.
-See `products` for the layout.
+GROUPED: int8's bytes with a float16 scale per output and 32 inputs, as GGUF files have them. See `products` for the
+layout.
 """
 
 from collections.abc import Sequence
@@ -18,33 +19,42 @@ from torch import Tensor
 from ..attention.vectors import compiled
 from ..errors import ModelError
 from .four_bits import LARGEST, fit
-from .products import GROUP, ROWS, SUMS_LINE, ZERO_POINT, multiply_tile, quantise_row
+from .products import GROUP, GROUPED, ROWS, SUMS_LINE, ZERO_POINT, multiply_tile, quantise_row
 from .team import counters, finish, take, team
 
 _ROWS_AT_ONCE = 16384  # outputs that are in float at a time while a matrix is packed
 Array = np.ndarray[Any, Any]
 
 
-def pick_rows(weights: Array, scales: Array, bias: Array, ids: Sequence[int]) -> tuple[Array, Array, Array]:
-    """Weights, scales and bias of a smaller matrix packed at 8 bits: these outputs of a larger one, byte for byte."""
-    numbers, num_rows = np.array(ids, np.int64), -(-len(ids) // 16) * 16
-    width = weights.size // scales.size
-    tiled = weights.reshape(scales.size // 16, width // 4, 16, 4)
-    memory = np.zeros(num_rows * width + 64, np.uint8)
+def pick_rows(
+    weights: Array, scales: Array, bias: Array, ids: Sequence[int], bits: int = 8
+) -> tuple[Array, Array, Array]:
+    """Weights, scales and bias of a smaller matrix packed at 8 bits or GROUPED: these outputs of a larger one, byte for
+    byte."""
+    numbers, places = np.array(ids, np.int64), np.arange(len(ids))
+    num_tiles, width = -(-len(ids) // 16), weights.size // bias.size
+    memory = np.zeros(num_tiles * 16 * width + 64, np.uint8)
     begin = -memory.ctypes.data % 64  # a vector that lies across two cache lines is loaded twice
-    picked = memory[begin : begin + num_rows * width]
-    rows = picked.reshape(num_rows // 16, width // 4, 16, 4)
-    places = np.arange(len(ids))
-    rows[places // 16, :, places % 16] = tiled[numbers // 16, :, numbers % 16]
-    others = [np.zeros(num_rows, np.float32) for _ in range(2)]
-    for other, whole in zip(others, (scales, bias), strict=True):
-        other[: len(ids)] = whole[numbers]
-    return picked, others[0], others[1]
+    picked = memory[begin : begin + num_tiles * 16 * width]
+    rows = picked.reshape(num_tiles, width // 4, 16, 4)
+    rows[places // 16, :, places % 16] = _by_tile(weights, bias.size)[numbers // 16, :, numbers % 16]
+    shift, factors = (
+        np.zeros(num_tiles * 16, np.float32),
+        np.zeros(num_tiles * 16 * scales.size // bias.size, scales.dtype),
+    )
+    shift[: len(ids)] = bias[numbers]
+    if bits == GROUPED:
+        lines = factors.reshape(num_tiles, width // GROUP, 16)
+        lines[places // 16, :, places % 16] = scales.reshape(-1, width // GROUP, 16)[numbers // 16, :, numbers % 16]
+    else:
+        factors[: len(ids)] = scales[numbers]
+    return picked, factors, shift
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [outputs, inputs] as bytes, padded to whole tiles; arrays as `products` wants them."""
+    """A weight [outputs, inputs] as bytes, padded to whole tiles; arrays as `products` wants them. bits: 8, 4 or
+    GROUPED."""
 
     bits: int
     inputs: int
@@ -67,8 +77,8 @@ class Packed:
 
 
 def pack(weight_ND: Tensor, bits: int, bias_N: Tensor | None = None, name: str = "weight") -> Packed:
-    """Quantise a float weight. Raises ModelError, naming it, if there is a NaN or an infinity in it, or, at 4 bits,
-    a number beyond float16."""
+    """Quantise a float weight. Raises ModelError, naming it, if there is a NaN or an infinity in it, or a number that
+    float16 scales do not reach (int8's are float32)."""
     outputs, inputs = weight_ND.shape
     pieces = [_pack_rows(weight_ND[i : i + _ROWS_AT_ONCE], bits, name) for i in range(0, outputs, _ROWS_AT_ONCE)]
     bias = torch.zeros(-(-outputs // 16) * 16)
@@ -92,6 +102,10 @@ def unpack(packed: Packed) -> Tensor:
     if packed.bits == 8:
         numbers = data.view(tiles, groups * GROUP // 4, 16, 4).permute(0, 2, 1, 3).reshape(tiles * 16, -1)
         values = (numbers.float() - ZERO_POINT) * scales[:, None]
+    elif packed.bits == GROUPED:
+        numbers = data.view(tiles, groups * GROUP // 4, 16, 4).permute(0, 2, 1, 3).reshape(tiles * 16, groups, GROUP)
+        by_group = scales.float().view(tiles, groups, 16).permute(0, 2, 1).reshape(tiles * 16, groups, 1)
+        values = ((numbers.float() - ZERO_POINT) * by_group).reshape(tiles * 16, -1)
     else:
         data = data.view(tiles, groups * GROUP // 8, 16, 4)
         halves = torch.stack([data & 15, data >> 4], 2)  # [tiles, 8 inputs, half, outputs, 4]
@@ -101,14 +115,22 @@ def unpack(packed: Packed) -> Tensor:
     return values[: packed.outputs, : packed.inputs]
 
 
-def unpack_rows(weights: Array, scales: Array, ids_N: Tensor, inputs: int) -> Tensor:
-    """Some rows of a matrix packed at 8 bits, [N, inputs] float32, without unpacking the others."""
+def unpack_rows(weights: Array, scales: Array, ids_N: Tensor, inputs: int, bits: int = 8) -> Tensor:
+    """Some rows of a matrix packed at 8 bits or GROUPED, [N, inputs] float32, without unpacking the others."""
     numbers = ids_N.numpy()
-    width = weights.size // scales.size
-    tiled = weights.reshape(scales.size // 16, width // 4, 16, 4)
-    rows = tiled[numbers // 16, :, numbers % 16].reshape(len(numbers), width)
-    values = (rows.astype(np.float32) - ZERO_POINT) * np.asarray(scales)[numbers][:, None]
-    return torch.from_numpy(values[:, :inputs])
+    groups = -(-inputs // GROUP)
+    rows = _by_tile(weights, weights.size // (groups * GROUP))[numbers // 16, :, numbers % 16]
+    values = rows.reshape(len(numbers), groups, GROUP).astype(np.float32) - ZERO_POINT
+    if bits == GROUPED:
+        values *= scales.reshape(-1, groups, 16)[numbers // 16, :, numbers % 16, None]
+    else:
+        values *= np.asarray(scales)[numbers][:, None, None]
+    return torch.from_numpy(values.reshape(len(numbers), -1)[:, :inputs])
+
+
+def _by_tile(weights: Array, outputs: int) -> Array:
+    """int8's bytes, [tiles, inputs / 4, 16, 4]. outputs: whole tiles of them."""
+    return weights.reshape(outputs // 16, -1, 16, 4)
 
 
 def _pack_rows(weight: Tensor, bits: int, name: str) -> tuple[Array, Array]:
@@ -125,10 +147,13 @@ def _pack_rows(weight: Tensor, bits: int, name: str) -> tuple[Array, Array]:
         packed = numbers.view(tiles, 16, groups * GROUP // 4, 4).permute(0, 2, 1, 3).contiguous()
         return packed.view(-1).numpy(), scales.numpy()
     largest = float(full.abs().max())
-    if largest > LARGEST:
+    if largest > (LARGEST if bits == 4 else 127 * LARGEST):
+        wanted = "int4" if bits == 4 else "8 bits with scales of float16"
         raise ModelError(
-            f"{name} cannot be quantised to int4: it holds {largest:g}, and a float16 ends at 65504; use int8"
+            f"{name} cannot be quantised to {wanted}: it holds {largest:g}, and a float16 ends at 65504; use int8"
         )
+    if bits == GROUPED:
+        return _pack_groups(full.view(tiles, 16, groups, GROUP))
     # What is beyond the last input must not widen its group: the group's own values, once more.
     first = (groups - 1) * GROUP
     full[:, inputs:] = full[:, first + torch.arange(groups * GROUP - inputs) % (inputs - first)]
@@ -139,6 +164,32 @@ def _pack_rows(weight: Tensor, bits: int, name: str) -> tuple[Array, Array]:
     packed = (halves[..., 0, :] | (halves[..., 1, :] << 4)).contiguous()
     both = torch.stack([scales, minimums]).view(2, tiles, 16, groups).permute(1, 3, 0, 2).contiguous()
     return packed.view(-1).numpy(), both.view(-1).numpy()
+
+
+def _pack_groups(full_TOGK: Tensor) -> tuple[Array, Array]:
+    """Finite weights, [tiles, 16, groups, GROUP], as GROUPED."""
+    numbers, scales = nearest_in_groups(full_TOGK.numpy())
+    words = numbers.view(np.uint32).reshape(*numbers.shape[:2], -1)
+    return np.ascontiguousarray(words.swapaxes(1, 2)).view(np.uint8).reshape(-1), scales.swapaxes(1, 2).reshape(-1)
+
+
+def nearest_in_groups(weights: Array) -> tuple[Array, Array]:
+    """GROUPED's numbers [..., GROUP] uint8, the zero point added, and scales [...] float16 for finite weights
+    [..., GROUP] float32. In one thread: whoever has many calls it in several."""
+    by_place = np.array(weights.reshape(-1, GROUP).T, order="C")  # along rows a maximum takes numpy four times as long
+    largest = np.abs(by_place, out=by_place).max(0)
+    with np.errstate(over="ignore"):
+        scales = (largest / np.float32(127)).astype(np.float16)
+    # Near zero float16's own steps are wide: a scale rounded down would not reach the group's largest weight.
+    short = scales.astype(np.float32) * np.float32(127.5) < largest
+    scales = np.where(short, (scales.view(np.int16) + np.int16(1)).view(np.float16), scales)
+    wide = scales.astype(np.float32)
+    inverse = np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide > 0)
+    numbers = weights * inverse.reshape(*weights.shape[:-1], 1)
+    np.rint(numbers, out=numbers)
+    np.clip(numbers, -127, 127, out=numbers)
+    numbers += ZERO_POINT
+    return numbers.astype(np.uint8), scales.reshape(weights.shape[:-1])
 
 
 class PackedLinear:
@@ -177,14 +228,16 @@ def _multiply(phases: Array, x: Array, data: Array, scales: Array, sums: Array, 
         num_done += 1
     phase, num_done = finish(phase, rows, num_done), 0
     bits, tiles = matrix[3], out.shape[1] // 16
+    tile_bytes = groups * GROUP * (8 if bits == 4 else 16)
+    scale_bytes = 64 if bits == 8 else groups * (32 if bits == GROUPED else 64)
     while True:
         tile = take(phase)
         if tile >= tiles:
             break
         multiply_tile(
             bits,
-            matrix[0] + tile * groups * GROUP * 2 * bits,
-            matrix[1] + tile * (64 if bits == 8 else 64 * groups),
+            matrix[0] + tile * tile_bytes,
+            matrix[1] + tile * scale_bytes,
             matrix[2] + tile * 64,
             rows,
             data.ctypes.data,

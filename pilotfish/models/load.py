@@ -6,11 +6,13 @@ path and what to do.
 
 import io
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +25,10 @@ from .architecture import quantised_by, unsupported
 from .base import CausalLM
 from .decoder import Decoder
 from .demo import demo_folder
+from .disk_cache import cache_folder
+from .options import GGUF, bits_of
 from .options import LoadOptions as LoadOptions
-from .options import bits_of
-from .quantize import QuantisationError, key_of, stored
+from .quantize import QuantisationError, kept, key_of, read, stored
 from .quantized import QuantizedDecoder, slow_because
 from .tokenizer import Tokenizer
 
@@ -45,8 +48,8 @@ def load(
     *,
     dtype: str = "auto",
     device: str = "auto",
-    quantization: Literal["none", "int8", "int4"] = "none",
-    kernels: Literal["auto", "native", "numba"] = "numba",
+    quantization: Literal["none", "int8", "int4", "gguf"] = "none",
+    kernels: Literal["auto", "native", "numba"] = "auto",
     model_impl: Literal["auto", "hf", "native"] = "auto",
     adapter: str | None = None,
     adapters: Mapping[str, str] | Sequence[str] = (),
@@ -66,6 +69,11 @@ def load(
     )
     if not isinstance(name, str | Path):
         raise ModelError(f"a model is named by a folder, a hub id, a GGUF file or 'demo', not by {name!r}")
+    if options.quantization == GGUF and Path(name).suffix != ".gguf":
+        raise ModelError(
+            f"quantization 'gguf' uses the numbers of a .gguf file as they are, and {str(name)!r} is none; use "
+            "'int8' or 'int4'"
+        )
     if str(name) == DEMO:
         return _load_from(str(demo_folder()), DEMO, options)
     path = Path(name).expanduser()
@@ -110,23 +118,64 @@ def _load_from(source: str, name: str, options: LoadOptions, gguf_file: str | No
     model: CausalLM | None = None
     if options.adapter is not None:
         name = f"{name}+{Path(options.adapter).name}"
+    if options.quantization == GGUF:
+        assert gguf_file is not None
+        return _load_as_it_is(source, name, options, gguf_file)
     if bits_of(options.quantization):
         model = _load_quantised(source, name, options, gguf_file)
-    extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     if model is None:
         model = _wrap(_load_weights(source, name, options, gguf_file), source, name, options, gguf_file)
-    elif gguf_file is None:
-        extra = _bare_config(Path(source))
+        return Loaded(model, _tokenizer(source, name, gguf_file))
+    return Loaded(model, _tokenizer(source, name, gguf_file, **_bare_config(Path(source)) if gguf_file is None else {}))
+
+
+def _tokenizer(source: str, name: str, gguf_file: str | None = None, kind: Any = None, **extra: Any) -> Tokenizer:
+    """kind: the class, if it is not to be found out."""
     from transformers import AutoTokenizer
 
+    if gguf_file is not None:
+        extra["gguf_file"] = gguf_file
     try:
         with _alone(source, gguf_file) as folder:
-            tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder, **extra))
+            tokenizer = Tokenizer((kind or AutoTokenizer).from_pretrained(folder, **extra))
     except Exception as error:
         raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_first_line(error)}") from error
     if gguf_file is not None:
         tokenizer.hf.name_or_path = name
+    return tokenizer
+
+
+def _load_as_it_is(source: str, name: str, options: LoadOptions, gguf_file: str) -> Loaded:
+    """A GGUF file's own numbers and tokenizer, from the cache folder."""
+    # For the families that run so, a class of their own adds nothing; to find it out, transformers reads the vocabulary
+    # in a way that takes ten seconds.
+    from transformers import PreTrainedTokenizerFast as Kind
+
+    def fill(folder: Path, key: str) -> None:
+        from .gguf import write_gguf_model
+
+        _say(f"Repacking {name} in {cache_folder()} (only this once)")
+        _say(f"{name}: {write_gguf_model(Path(source, gguf_file), name, folder, key)}")
+        tokenizer, place = _tokenizer(source, name, gguf_file, Kind), folder / "tokenizer"
+        tokenizer.hf.save_pretrained(place)
+        if _facts_of(_tokenizer(str(place), name, kind=Kind)) != _facts_of(tokenizer):
+            shutil.rmtree(place)  # then it is made anew each time
+
+    key = f"{_identity(source, name, gguf_file, None)} transformers {version('transformers')}"
+    folder = kept(key, name, GGUF, fill, _say)
+    if (reason := slow_because()) is not None:
+        _say(reason)
+    model, place = QuantizedDecoder(read(folder), name, kernels=options.kernels), folder / "tokenizer"
+    if not place.is_dir():
+        return Loaded(model, _tokenizer(source, name, gguf_file, Kind))
+    tokenizer = _tokenizer(str(place), name, kind=Kind)
+    tokenizer.hf.name_or_path = name
     return Loaded(model, tokenizer)
+
+
+def _facts_of(tokenizer: Tokenizer) -> tuple[Any, ...]:
+    hf = tokenizer.hf
+    return hf.backend_tokenizer.to_str(), hf.special_tokens_map, hf.all_special_ids, hf.chat_template
 
 
 def _bare_config(folder: Path) -> dict[str, Any]:
@@ -152,6 +201,8 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GgufConfig
     from transformers.utils import logging
 
+    if gguf_file is not None:
+        _refuse_unread_rotations(Path(source, gguf_file), name)
     weights: dict[str, Any] = {} if gguf_file is None else {
         "gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}  # fmt: skip
     dtype = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -181,6 +232,23 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
         base = name.removesuffix(f"+{Path(options.adapter).name}")
         model = merged(model, options.adapter, base, labels_of(base, source, gguf_file, model))
     return model
+
+
+def _refuse_unread_rotations(path: Path, name: str) -> None:
+    """Raises ModelError for a file of which transformers would make another model than it holds. What else is wrong
+    with a file, transformers says itself."""
+    from .gguf_file import FACTORS, open_gguf, scaling_of
+
+    try:
+        file = open_gguf(path)
+    except ModelError:
+        return
+    if (scaling := scaling_of(file)) is not None:
+        raise ModelError(f"model {name!r} cannot be used: {scaling}, which transformers does not read from such a "
+                         "file; use the model's own folder")  # fmt: skip
+    if FACTORS in file.tensors:
+        raise ModelError(f"model {name!r} cannot be dequantised: transformers does not read {FACTORS}, the factors of "
+                         "its rotations; --quantization gguf does")  # fmt: skip
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..attention.compiled import BLOCK, attend_block, lift_keys, lift_nodes, merge_block
 from ..attention.vectors import Int, compiled, get_float, set_float
-from .products import GROUP, multiply_tile, quantise_row
+from .products import GROUP, multiply_tile, quantise_row, scale_bytes, tile_bytes, unpack_halves
 from .rowwise import gelu, normalise, rotate, scaled, silu, unpack_bytes
 from .team import finish, take
 
@@ -63,8 +63,7 @@ def _product(phase: Int, b: Any, matrix: Any, num_rows: Int, inputs: Int, output
              add: Int) -> Int:  # fmt: skip
     """All quantised rows times one matrix. matrix: weights, scales, bias, bits."""
     num_groups, num_tiles, bits = _groups(inputs), (outputs + 15) // 16, matrix[3]
-    tile_bytes = num_groups * GROUP * 2 * bits
-    scale_bytes = 64 if bits == 8 else 64 * num_groups
+    tile_size, scale_size = tile_bytes(bits, num_groups), scale_bytes(bits, num_groups)
     num_jobs, num_done = (num_tiles + _TILES_A_JOB - 1) // _TILES_A_JOB, 0
     while True:
         job = take(phase)
@@ -73,8 +72,8 @@ def _product(phase: Int, b: Any, matrix: Any, num_rows: Int, inputs: Int, output
         for tile in range(job * _TILES_A_JOB, min(num_tiles, (job + 1) * _TILES_A_JOB)):
             multiply_tile(
                 bits,
-                matrix[0] + tile * tile_bytes,
-                matrix[1] + tile * scale_bytes,
+                matrix[0] + tile * tile_size,
+                matrix[1] + tile * scale_size,
                 matrix[2] + tile * 64,
                 num_rows,
                 b[BYTES],
@@ -316,10 +315,16 @@ def _embed_phase(phase: Int, b: Any, sizes: Any, tokens: Any, embedding: Any, fa
         row = take(phase)
         if row >= len(tokens):
             break
-        token = tokens[row]
-        tile = embedding[0] + token // 16 * num_groups * GROUP * 16
-        scale = get_float(embedding[1] + token * 4) * factor
-        unpack_bytes(tile, token % 16, scale, hidden // 16, b[X] + row * stride_of(hidden) * 4)
+        token, bits, x = tokens[row], embedding[3], b[X] + row * stride_of(hidden) * 4
+        tile = embedding[0] + token // 16 * tile_bytes(bits, num_groups)
+        scales = embedding[1] + token // 16 * scale_bytes(bits, num_groups)
+        if bits == 8:
+            unpack_bytes(tile, token % 16, get_float(scales + token % 16 * 4) * factor, hidden // 16, x)
+        else:
+            for part in range(hidden // 16):  # the place of what is unpacked holds the group's scales until then
+                out = x + part * 64
+                unpack_halves(scales + part // 2 * 32, out)
+                unpack_bytes(tile + part * 256, token % 16, get_float(out + token % 16 * 4) * factor, 1, out)
         num_done += 1
     return finish(phase, len(tokens), num_done)
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from torch import device as Device
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-QUANTIZATIONS = {"none": 0, "int8": 8, "int4": 4}
+QUANTIZATIONS = {"none": 0, "int8": 8, "int4": 4}  # of float weights, whatever they are
+GGUF = "gguf"  # a GGUF file's own numbers
+_GGUF_BITS = 9  # `products.GROUPED`; to import that here would be to import a compiler
 KERNELS = ("auto", "native", "numba")
 
 
@@ -24,10 +26,17 @@ def _named(one: object) -> tuple[str, str]:
 
 
 def bits_of(quantization: str) -> int:
-    """8, 4, or 0 for none. Raises OptionError for another name."""
+    """8, 4, `products.GROUPED` for a GGUF file's own numbers, or 0 for none. Raises OptionError for another name."""
+    if quantization == GGUF:
+        return _GGUF_BITS
     if quantization not in QUANTIZATIONS:
-        raise OptionError(f"quantization must be {', '.join(QUANTIZATIONS)}, not {quantization!r}")
+        raise OptionError(f"quantization must be {', '.join((*QUANTIZATIONS, GGUF))}, not {quantization!r}")
     return QUANTIZATIONS[quantization]
+
+
+def name_of(bits: int) -> str:
+    """What `bits_of` turns into these bits."""
+    return GGUF if bits == _GGUF_BITS else next(name for name, own in QUANTIZATIONS.items() if own == bits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +47,16 @@ class LoadOptions:
     dtype: str = field(default="auto", metadata={"help": "auto (as stored), float32, bfloat16, float16 or float64"})
     device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, cuda:1, mps, ..."})
 
-    quantization: Literal["none", "int8", "int4"] = field(
-        default="none", metadata={"help": "none (as stored), int8, or int4: smaller and faster weights, on a CPU"}
+    quantization: Literal["none", "int8", "int4", "gguf"] = field(
+        default="none",
+        metadata={
+            "help": "none (as stored), int8, or int4: smaller and faster weights, on a CPU; gguf: a GGUF file's own "
+            "numbers, not dequantised"
+        },
     )
     kernels: Literal["auto", "native", "numba"] = field(
-        default="numba",
-        metadata={"help": "what runs int8 and int4: numba's loops, C++ built here (native), or C++ if possible (auto)"},
+        default="auto",
+        metadata={"help": "what runs such weights: numba's loops, C++ built here (native), or C++ if possible (auto)"},
     )
     model_impl: Literal["auto", "hf", "native"] = field(
         default="auto", metadata={"help": "whose code runs the model: transformers' (hf), ours (native), or the faster"}
@@ -85,6 +98,10 @@ class LoadOptions:
             raise OptionError(f"adapters must be a mapping such as {{'law': 'FOLDER'}}, not {self.adapters!r}")
         if len(names := self.named_adapters) < len(self.adapters):
             raise OptionError(f"several adapters have one name; those given are called {', '.join(names)}")
+        if self.adapter is not None and self.quantization == GGUF:
+            raise OptionError(
+                "an adapter is merged into float weights, and quantization 'gguf' has none: use int8 or int4"
+            )
         for name, folder in names.items():
             if not name or not folder or "." in name:  # torch keeps modules by such names
                 raise OptionError(f"an adapter is given as NAME=FOLDER, no dot in NAME, not as {name}={folder!r}")

@@ -10,6 +10,7 @@ result is a function of that row alone, bit for bit: integer sums are exact, and
                  [K / 32][8 rows] scales (float32), one for each row's group of 32 inputs, and [K / 32][2][8 rows]
                  of the group's sums, -128 x them (int32, where int8's begin) and as they are (float32, for int4)
     int8 tile    [K / 4][16 outputs][4 inputs] bytes, weight + 128; one scale per output
+    grouped      the same bytes; per group 16 scales (float16), one for each output
     int4 tile    [K / 8][16 outputs][4 inputs] bytes, the first 4 inputs in the low halves, the next 4 in the high
                  ones, 0 to 15; per group 16 scales and 16 minimums (float16): weight = scale x number + minimum
 """
@@ -27,7 +28,9 @@ ROWS = 8  # of a block
 SUMS_LINE = 8 * ROWS  # bytes of a block's sums, of one group
 ZERO_POINT = 128  # of int8 weights
 V16, VH = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.HalfType(), LANES)
-TILE_BYTES = {8: LANES * GROUP, 4: LANES * GROUP // 2}  # of one group
+GROUPED = 9  # "bits" of a matrix whose bytes are int8's and whose scales are one per output and group
+SCALE_BYTES = {4: 4 * LANES, GROUPED: 2 * LANES}  # of one group; an int8 tile has one line of float32
+TILE_BYTES = {8: LANES * GROUP, 4: LANES * GROUP // 2, GROUPED: LANES * GROUP}  # of one group
 
 
 def tile_product(bits: int, rows: int, kind: DotKind = DOT_KIND) -> Any:
@@ -54,7 +57,7 @@ def tile_product(bits: int, rows: int, kind: DotKind = DOT_KIND) -> Any:
                 e.at(row_sums, e.times(group, SUMS_LINE)),
             )
             sums: list[Any] = [ir.Constant(VI, [0] * LANES)] * rows
-            if bits == 8:
+            if bits != 4:
                 sums = [e.splat(e.load(first_sum, I32, 4 * m)) for m in range(rows)]
             data = e.at(row, e.times(group, GROUP * ROWS))
             tile = e.at(weights, e.times(group, TILE_BYTES[bits]))
@@ -63,14 +66,18 @@ def tile_product(bits: int, rows: int, kind: DotKind = DOT_KIND) -> Any:
                 for m in range(rows):
                     four = e.splat(e.load(data, I32, 4 * ROWS * step + 4 * m))
                     sums[m] = e.dot_bytes(sums[m], values, four, kind)
+            if bits != 8:
+                halves = e.at(scales, e.times(group, SCALE_BYTES[bits]))
+                factors = from_half(e, halves, kind)
             if bits == 4:
-                halves = e.at(scales, e.times(group, 4 * LANES))
-                factors, minimums = (_from_half(e, e.at(halves, place), kind) for place in (0, 2 * LANES))
+                minimums = from_half(e, e.at(halves, 2 * LANES), kind)
             for m in range(rows):
                 value = b.sitofp(sums[m], VF)
+                if bits != 8:
+                    value = b.fmul(value, factors)
                 if bits == 4:
                     own_sum = e.splat(e.load(first_sum, F32, 4 * ROWS + 4 * m))
-                    value = e.fma(minimums, own_sum, b.fmul(value, factors))
+                    value = e.fma(minimums, own_sum, value)
                 scale = e.splat(e.load(first_scale, F32, 4 * m))
                 b.store(e.fma(value, scale, b.load(totals[m])), totals[m])
         shift, factor = e.load(bias, VF), e.load(scales, VF)
@@ -88,7 +95,7 @@ def tile_product(bits: int, rows: int, kind: DotKind = DOT_KIND) -> Any:
 
 def _weights(e: Emit, tile: Any, step: int, bits: int) -> Any:
     """4 inputs of 16 outputs as unsigned bytes."""
-    if bits == 8:
+    if bits != 4:
         return e.load(tile, VI, 64 * step)
     packed = e.load(tile, VI, 64 * (step // 2))
     if step % 2:
@@ -96,7 +103,7 @@ def _weights(e: Emit, tile: Any, step: int, bits: int) -> Any:
     return e.builder.and_(packed, ir.Constant(VI, [0x0F0F0F0F] * LANES))
 
 
-def _from_half(e: Emit, address: Any, kind: DotKind) -> Any:
+def from_half(e: Emit, address: Any, kind: DotKind) -> Any:
     """16 float16 as float32: exact, and one instruction on any CPU that has one."""
     b = e.builder
     if kind != "plain":
@@ -135,13 +142,21 @@ def _quantise_group(context: Emit, values: Any, out: Any, scale: Any, total: Any
     e.store(b.sitofp(whole_sum, F32), total, 4 * ROWS)
 
 
+def _unpack_halves(context: Emit, halves: Any, out: Any) -> None:
+    """16 float16 to floats."""
+    context.store(from_half(context, halves, DOT_KIND), out)
+
+
 quantise_group = instruction(types.void, _quantise_group)
+unpack_halves = instruction(types.void, _unpack_halves)
 
 _MOST_ROWS = 8 if DOT_KIND == "vnni512" else 4  # more do not fit the registers
 _int8 = [tile_product(8, rows) for rows in range(1, ROWS + 1)]
 _int4 = [tile_product(4, rows) for rows in range(1, ROWS + 1)]
+_grouped = [tile_product(GROUPED, rows) for rows in range(1, ROWS + 1)]
 _int8_1, _int8_2, _int8_3, _int8_4, _int8_5, _int8_6, _int8_7, _int8_8 = _int8
 _int4_1, _int4_2, _int4_3, _int4_4, _int4_5, _int4_6, _int4_7, _int4_8 = _int4
+_grouped_1, _grouped_2, _grouped_3, _grouped_4, _grouped_5, _grouped_6, _grouped_7, _grouped_8 = _grouped
 
 
 @compiled
@@ -189,6 +204,28 @@ def _int4_rows(
 
 
 @compiled
+def _grouped_rows(
+    w: Int, s: Int, b: Int, rows: Int, r: Int, rs: Int, rt: Int, o: Int, stride: Int, n: Int, add: Int
+) -> None:
+    if rows == 1:
+        _grouped_1(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 2:
+        _grouped_2(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 3:
+        _grouped_3(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 4:
+        _grouped_4(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 5:
+        _grouped_5(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 6:
+        _grouped_6(w, s, b, r, rs, rt, o, stride, n, add)
+    elif rows == 7:
+        _grouped_7(w, s, b, r, rs, rt, o, stride, n, add)
+    else:
+        _grouped_8(w, s, b, r, rs, rt, o, stride, n, add)
+
+
+@compiled
 def multiply_tile(
     bits: Int,
     weights: Int,
@@ -217,9 +254,23 @@ def multiply_tile(
         o = out + done * out_stride
         if bits == 8:
             _int8_rows(weights, scales, bias, rows, r, s, t, o, out_stride, num_groups, add)
-        else:
+        elif bits == 4:
             _int4_rows(weights, scales, bias, rows, r, s, t, o, out_stride, num_groups, add)
+        else:
+            _grouped_rows(weights, scales, bias, rows, r, s, t, o, out_stride, num_groups, add)
         done += rows
+
+
+@compiled
+def tile_bytes(bits: Int, num_groups: Int) -> Int:
+    """Bytes of a tile's weights."""
+    return num_groups * (LANES * GROUP // 2 if bits == 4 else LANES * GROUP)
+
+
+@compiled
+def scale_bytes(bits: Int, num_groups: Int) -> Int:
+    """Bytes of a tile's scales, and minimums if it has some."""
+    return 4 * LANES if bits == 8 else num_groups * (4 * LANES if bits == 4 else 2 * LANES)
 
 
 @compiled

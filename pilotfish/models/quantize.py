@@ -6,6 +6,7 @@ read (most of an embedding) are never loaded.
 
     folder   index.json   the key it was made for, the architecture, and each array's type, shape and place
              weights.bin  the arrays, each at a multiple of 64 bytes
+             tokenizer/   of a GGUF file only: its own, in transformers' form
 
 No data is needed: activations are quantised per row as they come, and weights by their own size.
 """
@@ -14,8 +15,8 @@ import hashlib
 import json
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ..version import VERSION
 from .architecture import Architecture, describe, eos_ids, fused, unsupported, weights
 from .disk_cache import cache_folder, prepared
 from .linear import Array, pack
+from .memory import opened
 
 FORMAT = 3  # raised when the bytes mean something else
 _MATRICES = ("embedding", "head", "qkv", "o", "gate_up", "down")
@@ -39,21 +41,29 @@ class QuantisationError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a quantised model is told about the one it was made from."""
+    """What a quantised model is told about the one it was made from. bits: of its matrices, `products.GROUPED` if they
+    are a GGUF file's own. matrix_bits: of those that have others."""
 
     architecture: Architecture
     class_name: str
     eos_ids: tuple[int, ...]
     bits: int
+    matrix_bits: Mapping[str, int] = field(default_factory=dict)
+
+    def bits_of(self, matrix: str) -> int:
+        """8, 4 or GROUPED, by a matrix's name."""
+        usual = 8 if self.bits == 4 and matrix in _KEPT_AT_8_BITS else self.bits
+        return self.matrix_bits.get(matrix, usual)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
     """arrays: packed matrices as ``name.weights``, ``name.scales``, ``name.bias`` and everything else in float32 under
-    the names of `architecture.weights`."""
+    the names of `architecture.weights`. remark: what was to be said of how it was made."""
 
     origin: Origin
     arrays: Mapping[str, Array]
+    remark: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -82,18 +92,28 @@ def stored(key: str, name: str, bits: int, load_model: Callable[[], Any], say: C
 
     key: whatever identifies the weights; see `key_of`. load_model: called only if there is something to make.
     """
-    label = "".join(c if c.isalnum() else "-" for c in name).strip("-")[-60:]
-    place = hashlib.sha256(name.encode()).hexdigest()[:8]
-    full_key = f"{key} int{bits} format {FORMAT} version {VERSION}"
-    folder_name = f"{label}-{place}-int{bits}-{hashlib.sha256(full_key.encode()).hexdigest()[:12]}"
 
-    def fill(folder: pathlib.Path) -> None:
+    def fill(folder: pathlib.Path, full_key: str) -> None:
         say(f"Quantising {name} to int{bits} in {cache_folder()} (only this once)")
-        write(folder, full_key, load_model(), bits)
+        model = load_model()
+        origin = _origin(model, bits)
+        write(folder, full_key, origin, _arrays(model, origin))
 
-    folder = prepared(folder_name, fill, say)
-    _drop_others(f"{label}-{place}-int{bits}-", folder)
-    return read(folder)
+    return read(kept(key, name, f"int{bits}", fill, say))
+
+
+def kept(
+    key: str, name: str, kind: str, fill: Callable[[pathlib.Path, str], None], say: Callable[[str], None]
+) -> pathlib.Path:
+    """The cache's folder of this model, kind and key, made by ``fill(folder, full key)`` if it is not there. Those of
+    the same model and kind for other keys are deleted."""
+    label = "".join(c if c.isalnum() else "-" for c in name).strip("-")[-60:]
+    prefix = f"{label}-{hashlib.sha256(name.encode()).hexdigest()[:8]}-{kind}-"
+    full_key = f"{key} {kind} format {FORMAT} version {VERSION}"
+    folder_name = prefix + hashlib.sha256(full_key.encode()).hexdigest()[:12]
+    folder = prepared(folder_name, lambda empty: fill(empty, full_key), say)
+    _drop_others(prefix, folder)
+    return folder
 
 
 def key_of(files: list[pathlib.Path]) -> str:
@@ -103,17 +123,22 @@ def key_of(files: list[pathlib.Path]) -> str:
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 
-def write(folder: pathlib.Path, key: str, model: Any, bits: int) -> None:
-    """Quantise into a folder, matrix by matrix: at no time is there more than one in float."""
-    origin = _origin(model, bits)
+def write(
+    folder: pathlib.Path,
+    key: str,
+    origin: Origin,
+    arrays: Iterable[tuple[str, Array]],
+    remark: Callable[[], str] = lambda: "",
+) -> None:
+    """Into a folder, array by array: at no time need there be more than one. remark: asked for at the end."""
     entries: dict[str, Any] = {}
     with (folder / "weights.bin").open("wb") as file:
-        for name, array in _arrays(model, origin):
+        for name, array in arrays:
             file.write(b"\0" * (-file.tell() % _ALIGNMENT))
             entries[name] = {"dtype": str(array.dtype), "shape": list(array.shape), "offset": file.tell()}
             array.tofile(file)
     facts = asdict(origin) | {"architecture": origin.architecture.to_json()}
-    index = {"key": key, "origin": facts, "arrays": entries}
+    index = {"key": key, "origin": facts, "remark": remark(), "arrays": entries}
     (folder / "index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
@@ -123,17 +148,28 @@ def read(folder: pathlib.Path) -> Quantised:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         facts = index["origin"]
         origin = Origin(
-            Architecture.from_json(facts["architecture"]), facts["class_name"], tuple(facts["eos_ids"]), facts["bits"]
+            Architecture.from_json(facts["architecture"]),
+            facts["class_name"],
+            tuple(facts["eos_ids"]),
+            facts["bits"],
+            facts.get("matrix_bits", {}),
         )
-        data = np.memmap(folder / "weights.bin", np.uint8, mode="r")
-        arrays = {}
+        places = {}
         for name, entry in index["arrays"].items():
             kind, shape, offset = np.dtype(entry["dtype"]), tuple(entry["shape"]), int(entry["offset"])
-            size = int(np.prod(shape)) * kind.itemsize
-            arrays[name] = data[offset : offset + size].view(kind).reshape(shape)
+            places[name] = (kind, shape, offset, offset + int(np.prod(shape)) * kind.itemsize)
+        looked_up = () if origin.architecture.tied else ("embedding.weights", "embedding.scales")
+        walked = [(start, stop) for name, (_, _, start, stop) in places.items() if name not in looked_up]
+        path = folder / "weights.bin"
+        data = opened(path, walked)
+        mapped = np.memmap(path, np.uint8, mode="r") if looked_up else data
+        arrays = {
+            name: (mapped if name in looked_up else data)[start:stop].view(kind).reshape(shape)
+            for name, (kind, shape, start, stop) in places.items()
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{folder} is not a quantised model ({error}); delete it and it is made again") from error
-    return Quantised(origin, arrays)
+    return Quantised(origin, arrays, index.get("remark", ""))
 
 
 def _origin(model: Any, bits: int) -> Origin:
@@ -152,9 +188,8 @@ def _arrays(model: Any, origin: Origin) -> Iterator[tuple[str, Array]]:
     for name, parts in weights(model, facts):
         kind = name.rsplit(".", 1)[-1]
         if kind in _MATRICES:
-            bits = 8 if kind in _KEPT_AT_8_BITS else origin.bits
             bias = _finite(f"{name}.bias", fused(biases[f"{name}.bias"]), model) if f"{name}.bias" in biases else None
-            packed = pack(fused(parts), bits, bias, f"{name} of {type(model).__name__}")
+            packed = pack(fused(parts), origin.bits_of(name), bias, f"{name} of {type(model).__name__}")
             yield f"{name}.weights", packed.weights
             yield f"{name}.scales", packed.scales
             yield f"{name}.bias", packed.bias

@@ -1,4 +1,4 @@
-"""A decoder with int8 or int4 weights on a CPU: a `CausalLM` whose rows do not know of each other, to the last bit.
+"""A decoder with packed weights on a CPU: a `CausalLM` whose rows do not know of each other, to the last bit.
 
 It does not know how its arithmetic is done (`loops`, `products`) or where its weights come from (`quantize`). The one
 trick: everything is an address. Python lays out what a pass needs as a few tables of integers, and one compiled call
@@ -28,7 +28,7 @@ from .base import Ends, ModelInfo, ModelOutput
 from .decoder import chosen_layers
 from .kernels import runner
 from .linear import Array, pick_rows, unpack_rows
-from .options import QUANTIZATIONS
+from .options import name_of
 from .products import GROUP, ROWS, SUMS_LINE
 from .quantize import Quantised
 from .team import counters
@@ -55,7 +55,7 @@ class QuantizedDecoder:
     kernels: see `kernels.runner`.
     """
 
-    def __init__(self, quantised: Quantised, name: str, *, joined: int = 0, kernels: str = "numba"):
+    def __init__(self, quantised: Quantised, name: str, *, joined: int = 0, kernels: str = "auto"):
         self.quantised = quantised
         self._runner = runner(kernels)
         origin, facts = quantised.origin, quantised.origin.architecture
@@ -71,7 +71,7 @@ class QuantizedDecoder:
             dtype=torch.float32,
             device=torch.device("cpu"),
             eos_ids=frozenset(origin.eos_ids),
-            quantization=next(name for name, bits in QUANTIZATIONS.items() if bits == origin.bits),
+            quantization=name_of(origin.bits),
             bitwise=True,
             implementation="native",
         )
@@ -82,8 +82,7 @@ class QuantizedDecoder:
              loops.scratch_bytes(facts.head_dim, facts.num_heads // facts.num_key_heads), joined],
             np.int64)  # fmt: skip
         self._factors = np.array([facts.norm_epsilon, facts.attention_scale, facts.embedding_scale], np.float32)
-        head = "embedding" if facts.tied else "head"
-        self._ends = np.array([self._matrix("embedding", 8), self._matrix(head, 8),
+        self._ends = np.array([self._matrix("embedding"), self._matrix(self._head_name),
                                [arrays["norm"].ctypes.data, 0, 0, 0]], np.int64)  # fmt: skip
         self._layers = np.array([self._layer(i) for i in range(facts.num_layers)], np.int64)
         self._head: tuple[Array, ...] = ()
@@ -142,14 +141,15 @@ class QuantizedDecoder:
 
     def with_head(self, ids: Sequence[int]) -> "QuantizedDecoder":
         """See `vocabulary.with_head`; the logits are the same to the last bit."""
-        head = "embedding" if self.architecture.tied else "head"
+        head = self._head_name
+        bits = self.quantised.origin.bits_of(head)
         weights, scales, bias = (self.quantised.arrays[f"{head}.{part}"] for part in ("weights", "scales", "bias"))
-        parts = pick_rows(weights, scales, bias, ids)
+        parts = pick_rows(weights, scales, bias, ids, bits)
         twin = copy.copy(self)
         twin._head = parts  # addresses keep nothing alive
         twin._sizes, twin._ends = self._sizes.copy(), self._ends.copy()
         twin._sizes[loops.VOCAB] = len(ids)
-        twin._ends[1] = [*(part.ctypes.data for part in parts), 8]
+        twin._ends[1] = [*(part.ctypes.data for part in parts), bits]
         return twin
 
     def ends(self) -> Ends:
@@ -157,12 +157,13 @@ class QuantizedDecoder:
         norm_D = torch.from_numpy(np.array(arrays["norm"]))
 
         def rows(name: str, ids_N: Tensor) -> Tensor:
-            return unpack_rows(arrays[f"{name}.weights"], arrays[f"{name}.scales"], ids_N, facts.hidden_size)
+            bits = self.quantised.origin.bits_of(name)
+            return unpack_rows(arrays[f"{name}.weights"], arrays[f"{name}.scales"], ids_N, facts.hidden_size, bits)
 
         return Ends(
             embed=lambda tokens_T: rows("embedding", tokens_T),
             norm=lambda states_TD: F.rms_norm(states_TD.float(), norm_D.shape, norm_D, facts.norm_epsilon),
-            head_rows=lambda ids_N: rows("embedding" if facts.tied else "head", ids_N),
+            head_rows=lambda ids_N: rows(self._head_name, ids_N),
         )
 
     def _run(
@@ -211,13 +212,18 @@ class QuantizedDecoder:
 
     # -- tables of addresses -------------------------------------------------------------------------------------
 
-    def _matrix(self, name: str, bits: int) -> list[int]:
-        return [*(self.quantised.arrays[f"{name}.{part}"].ctypes.data for part in ("weights", "scales", "bias")), bits]
+    @property
+    def _head_name(self) -> str:
+        return "embedding" if self.architecture.tied else "head"
+
+    def _matrix(self, name: str) -> list[int]:
+        arrays, bits = self.quantised.arrays, self.quantised.origin.bits_of(name)
+        return [*(arrays[f"{name}.{part}"].ctypes.data for part in ("weights", "scales", "bias")), bits]
 
     def _layer(self, i: int) -> list[int]:
         row, arrays, facts = [0] * loops.NUM_COLUMNS, self.quantised.arrays, self.architecture
         for name, column in _MATRICES.items():
-            row[column : column + 4] = self._matrix(f"{i}.{name}", self.quantised.origin.bits)
+            row[column : column + 4] = self._matrix(f"{i}.{name}")
         for name, column in _VECTORS.items():
             if f"{i}.{name}" in arrays:
                 row[column] = arrays[f"{i}.{name}"].ctypes.data

@@ -17,13 +17,15 @@ _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "run_pass": (_POINTER,),
     "attend": (_POINTER,),
-    "product": (_INT, _POINTER, _POINTER, _INT, _INT, _INT, _POINTER, _INT, _INT),
+    "products": (_INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT, _POINTER, _INT, _INT),
+    "linear": (_INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER),
     "quantise_row": (_POINTER, _INT, _INT, _POINTER),
     "normalise": (_POINTER, _POINTER, _INT, _FLOAT, _POINTER),
     "rotate": (_POINTER, _POINTER, _POINTER, _INT, _POINTER),
     "activate": (_INT, _POINTER, _POINTER, _POINTER, _INT),
     "unpack_bytes": (_POINTER, _INT, _FLOAT, _INT, _POINTER),
-    "read": (_POINTER, _INT),
+    "unpack_groups": (_POINTER, _POINTER, _INT, _FLOAT, _INT, _POINTER),
+    "read": (_INT, _POINTER, _INT, _INT),
 }
 
 

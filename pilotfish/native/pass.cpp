@@ -14,7 +14,7 @@ enum Column { QKV = 0, OUT = 4, GATE_UP = 8, DOWN = 12, NORM_1 = 16, NORM_2, POS
 enum Size { HIDDEN, NUM_HEADS, NUM_KEY_HEADS, DIM, INTERMEDIATE, VOCAB, GELU, SCRATCH_BYTES, JOINED };
 enum Buffer { X, NORMED, BYTES, SCALES, SUMS, WIDE, QUERIES, ATTENDED, ACTIVE, PARTS, LOGITS, SCRATCH, COSINES, SINES,
               STATES = COSINES + 4, EMBEDDED };
-constexpr i64 ACTIVATION_GROUPS_A_JOB = 16, JOB_BYTES = 32768, MOST_AHEAD = 1 << 18;
+constexpr i64 ACTIVATION_GROUPS_A_JOB = 16, MOST_AHEAD = 1 << 18;
 
 struct Table {  // int64 each, as library.py fills it
     i64 phases;
@@ -60,7 +60,7 @@ struct Pass : Table {
 
     // What to ask memory for while waiting: the beginning of this matrix.
     void expect(const i64 *matrix, i64 inputs, i64 outputs) {
-        i64 bytes = groups_of(inputs) * GROUP * 2 * matrix[3] * ((outputs + 15) / 16);
+        i64 bytes = tile_bytes(matrix[3], groups_of(inputs)) * ((outputs + 15) / 16);
         ahead.next = (const char *)matrix[0];
         ahead.stop = ahead.next + (bytes < MOST_AHEAD ? bytes : MOST_AHEAD);
     }
@@ -68,23 +68,22 @@ struct Pass : Table {
     void product(const i64 *matrix, i64 rows, i64 inputs, i64 outputs, float *out, i64 stride, bool add_to) {
         const Matrix w = {matrix[0], matrix[1], matrix[2], matrix[3]};
         i64 num_groups = groups_of(inputs), num_tiles = (outputs + 15) / 16;
-        i64 tiles = JOB_BYTES / (num_groups * GROUP * 2 * w.bits);
-        tiles = tiles < 1 ? 1 : tiles > 8 ? 8 : tiles;
-        if (num_tiles < 16 * tiles) tiles = num_tiles / 16 < 1 ? 1 : num_tiles / 16;
         ahead.stop = ahead.next;
-        each((num_tiles + tiles - 1) / tiles, [&](i64 job) {
-            for (i64 tile = job * tiles; tile < num_tiles && tile < (job + 1) * tiles; tile++)
-                multiply_tile(w, tile, blocks, rows, num_groups, out, stride, add_to);
-        });
+        i64 num_done = multiply(phase, w, blocks, rows, num_groups, num_tiles, out, stride, add_to);
+        phase = finish(phase, num_product_jobs(w.kind, num_groups, num_tiles), num_done, &ahead);
     }
 
     void embed() {
         const i64 *embedding = ends;
         each(num_rows, [&](i64 row) {
             i64 token = tokens[row];
-            const uint8_t *tile = (const uint8_t *)embedding[0] + token / 16 * groups_of(hidden) * GROUP * 16;
-            float scale = ((const float *)embedding[1])[token] * factors[2];
-            unpack_bytes(tile, token % 16, scale, hidden / 16, row_of(X, row, hidden));
+            const Matrix w = {embedding[0], embedding[1], 0, embedding[3]};
+            const Tile tile = tile_of(w, token / 16, groups_of(hidden));
+            float *x = row_of(X, row, hidden);
+            if (w.kind == 8)
+                unpack_bytes(tile.weights, token % 16, ((const float *)tile.scales)[token % 16] * factors[2], hidden / 16, x);
+            else
+                unpack_groups(tile.weights, (const uint16_t *)tile.scales, token % 16, factors[2], hidden / 16, x);
         });
     }
 
@@ -305,18 +304,27 @@ EXPORT void pf_attend(const Table *table) {
     pass.attend(pass.layers);
     pass.gather();
 }
-EXPORT void pf_product(i64 phase, const i64 *matrix, const i64 *blocks, i64 num_rows, i64 num_groups, i64 num_tiles,
-                       float *out, i64 stride, i64 add_to) {
-    const Matrix w = {matrix[0], matrix[1], matrix[2], matrix[3]};
+// Rows times one matrix after the other, as a pass does it; out is that of the last one.
+EXPORT void pf_products(i64 phase, const i64 *matrices, i64 num_matrices, const i64 *blocks, i64 num_rows,
+                        i64 num_groups, i64 num_tiles, float *out, i64 stride, i64 add_to) {
     const Blocks rows = {blocks[0], blocks[1], blocks[2]};
     Ahead ahead = {nullptr, nullptr};
-    i64 tiles = JOB_BYTES / (num_groups * GROUP * 2 * w.bits), num_done = 0;
-    tiles = tiles < 1 ? 1 : tiles > 8 ? 8 : tiles;
-    i64 num_jobs = (num_tiles + tiles - 1) / tiles;
-    for (i64 job; (job = take(phase)) < num_jobs; num_done++)
-        for (i64 tile = job * tiles; tile < num_tiles && tile < (job + 1) * tiles; tile++)
-            multiply_tile(w, tile, rows, num_rows, num_groups, out, stride, add_to != 0);
-    finish(phase, num_jobs, num_done, &ahead);
+    for (i64 number = 0; number < num_matrices; number++, matrices += 4) {
+        const Matrix w = {matrices[0], matrices[1], matrices[2], matrices[3]};
+        i64 num_done = multiply(phase, w, rows, num_rows, num_groups, num_tiles, out, stride, add_to != 0);
+        phase = finish(phase, num_product_jobs(w.kind, num_groups, num_tiles), num_done, &ahead);
+    }
+}
+// A layer that stands alone: rows of floats, quantised and multiplied.
+EXPORT void pf_linear(i64 phase, const float *rows, i64 num_rows, i64 num_groups, const i64 *blocks, const i64 *matrix,
+                      i64 num_tiles, float *out) {
+    const Blocks to = {blocks[0], blocks[1], blocks[2]};
+    Ahead ahead = {nullptr, nullptr};
+    i64 num_done = 0;
+    for (i64 row; (row = take(phase)) < num_rows; num_done++)
+        quantise_row(rows + row * num_groups * GROUP, row, 0, num_groups, num_groups, to);
+    phase = finish(phase, num_rows, num_done, &ahead);
+    pf_products(phase, matrix, 1, blocks, num_rows, num_groups, num_tiles, out, num_tiles * 16, 0);
 }
 EXPORT void pf_quantise_row(const float *values, i64 row, i64 num_groups, const i64 *blocks) {
     quantise_row(values, row, 0, num_groups, num_groups, {blocks[0], blocks[1], blocks[2]});
@@ -333,17 +341,27 @@ EXPORT void pf_activate(i64 is_gelu, const float *gate, const float *up, float *
 EXPORT void pf_unpack_bytes(const uint8_t *tile, i64 lane, float scale, i64 width, float *out) {
     unpack_bytes(tile, lane, scale, width, out);
 }
-// Bytes read per call, as fast as one thread can: what products are measured against.
-EXPORT i64 pf_read(const char *memory, i64 num_bytes) {
-    I sums[4] = {zeros(), zeros(), zeros(), zeros()};
-    for (i64 place = 0; place + 256 <= num_bytes; place += 256) {
-        __builtin_prefetch(memory + place + AHEAD, 0, 3), __builtin_prefetch(memory + place + AHEAD + 64, 0, 3);
-        __builtin_prefetch(memory + place + AHEAD + 128, 0, 3), __builtin_prefetch(memory + place + AHEAD + 192, 0, 3);
-        for (int i = 0; i < 4; i++) sums[i] = dot<4>(sums[i], load_int(memory + place + 64 * i), splat_int(0x01010101));
+EXPORT void pf_unpack_groups(const uint8_t *tile, const uint16_t *scales, i64 lane, float factor, i64 width, float *out) {
+    unpack_groups(tile, scales, lane, factor, width, out);
+}
+// The same bytes only read, as fast as they come: what products are measured against.
+EXPORT i64 pf_read(i64 phase, const i64 *memories, i64 num_memories, i64 num_bytes) {
+    i64 num_jobs = (num_bytes + JOB_BYTES - 1) / JOB_BYTES, result = 0;
+    Ahead ahead = {nullptr, nullptr};
+    for (i64 number = 0; number < num_memories; number++) {
+        i64 num_done = 0;
+        for (i64 job; (job = take(phase)) < num_jobs; num_done++) {
+            const char *memory = (const char *)memories[number] + job * JOB_BYTES;
+            i64 size = num_bytes - job * JOB_BYTES < JOB_BYTES ? num_bytes - job * JOB_BYTES : JOB_BYTES;
+            I sums[4] = {zeros(), zeros(), zeros(), zeros()};
+            for (i64 place = 0; place + 256 <= size; place += 256)
+                for (int i = 0; i < 4; i++)
+                    sums[i] = dot<4>(sums[i], load_int(memory + place + 64 * i), splat_int(0x01010101));
+            int32_t words[64];
+            memcpy(words, sums, sizeof words);
+            for (int32_t word : words) result += word;
+        }
+        phase = finish(phase, num_jobs, num_done, &ahead);
     }
-    int32_t words[64];
-    memcpy(words, sums, sizeof words);
-    i64 result = 0;
-    for (int32_t word : words) result += word;
     return result;
 }

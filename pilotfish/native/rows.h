@@ -55,3 +55,12 @@ static void scaled(const float *row, float factor, float *out, i64 width, bool a
 static void unpack_bytes(const uint8_t *tile, i64 lane, float scale, i64 width, float *out) {
     for (i64 i = 0; i < width * 16; i++) out[i] = (float)((int)tile[i / 4 * 64 + lane * 4 + i % 4] - 128) * scale;
 }
+
+// The same where each 32 inputs have a scale of their own, 16 float16 (one per output) a group.
+static void unpack_groups(const uint8_t *tile, const uint16_t *scales, i64 lane, float factor, i64 width, float *out) {
+    for (i64 part = 0; part < width; part++) {
+        float all[16];
+        store(all, from_half(scales + part / 2 * 16));
+        unpack_bytes(tile + part * 256, lane, all[lane] * factor, 1, out + part * 16);
+    }
+}

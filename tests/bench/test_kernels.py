@@ -7,22 +7,24 @@ import pytest
 
 from pilotfish.bench import kernels
 from pilotfish.models.kernels import library
+from pilotfish.models.products import GROUPED
 from pilotfish.native.build import BuildError, plan
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 8, GROUPED])
 def test_each_number_of_rows_takes_its_turn(bits: int, monkeypatch: Any) -> None:
     try:
         plan("plain")
     except BuildError:
         pytest.skip("no C++ compiler here")
-    monkeypatch.setattr(kernels, "_TOTAL_BYTES", 200_000)
+    monkeypatch.setattr(kernels, "_TOTAL_BYTES", 20_000)
+    bits_a_weight = {4: 5, 8: 8, GROUPED: 8.5}[bits]
     product = kernels.Product(64, 96, bits)
     product.out[:] = float("nan")
     seconds = kernels.measure(library(), product, 2, turns=2)
     assert list(seconds) == [0, *kernels.NUM_ROWS] and all(0 < s < 5 for s in seconds.values())
     assert not (product.out != product.out).any()
-    assert product.num_bytes == product.weights[0].nbytes + (product.scales[0].nbytes if bits == 4 else 0)
+    assert product.all_bytes == 64 * 96 * bits_a_weight // 8 + (256 if bits == 8 else 0)
 
 
 def test_its_command_is_named_in_its_own_words() -> None:

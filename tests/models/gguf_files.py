@@ -4,6 +4,7 @@ They know the format's names and llama.cpp's order of rotated rows; the one tric
 here, block by block, so a test's expectation owes nothing to the reader that is tested.
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,12 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": EOS,
     "dtype": torch.float32,
 }
-ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
+ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
+# Where a block has its float16; the other bytes may be anything.
+HALVES = {
+    Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q8_0: (0,), Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ4_XS: (0,),
+}  # fmt: skip
 
 
 def letters() -> tuple[list[str], list[str]]:
@@ -34,9 +40,36 @@ def letters() -> tuple[list[str], list[str]]:
     return [*alphabet, *("".join(pair) for pair in merges)], [" ".join(pair) for pair in merges]
 
 
-def write_gguf(path: Path, kind: str = "llama", *, weights: Kind = Kind.Q8_0, tied: bool = False) -> Any:
-    """Write the file; returns the transformers model that it stands for."""
-    model = tiny_model(kind, tie_word_embeddings=tied, **SHAPE)
+def random_rows(kind: Kind, outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
+    """Rows of a matrix of this type, bytes: any numbers, and scales of either sign about a thousandth."""
+    rng = np.random.default_rng(seed)
+    if kind not in HALVES:
+        return gguf.quants.quantize(rng.standard_normal((outputs, inputs), np.float32), kind).view(np.uint8)
+    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (outputs, inputs // block, num_bytes), np.uint8)
+    for place in HALVES[kind]:
+        halves = (rng.standard_normal(blocks.shape[:2]) * 1e-3).astype(np.float16)
+        blocks[..., place : place + 2] = halves[..., None].view(np.uint8)
+    return blocks.reshape(outputs, -1)
+
+
+def write_gguf(
+    path: Path,
+    kind: str = "llama",
+    *,
+    weights: Kind | Callable[[str], Kind] = Kind.Q8_0,
+    tied: bool = False,
+    shape: Mapping[str, Any] | None = None,
+    change: Callable[[str, np.ndarray], np.ndarray | None] = lambda name, raw: raw,
+    texts: Mapping[str, str] | None = None,
+    more: Mapping[str, np.ndarray] | None = None,
+) -> Any:
+    """Write the file; returns the transformers model that it stands for.
+
+    weights: the type of all matrices, or a function of a tensor's name. change: a tensor's bytes to others, or None to
+    leave it out. texts, more: further settings and tensors.
+    """
+    model = tiny_model(kind, tie_word_embeddings=tied, **SHAPE | dict(shape or {}))
     config, writer = model.config, gguf.GGUFWriter(path, kind)
     tokens, merges = letters()
     writer.add_name("a tiny one")
@@ -49,6 +82,8 @@ def write_gguf(path: Path, kind: str = "llama", *, weights: Kind = Kind.Q8_0, ti
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    if kind == "qwen3":
+        writer.add_key_length(config.head_dim)
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
@@ -67,11 +102,20 @@ def write_gguf(path: Path, kind: str = "llama", *, weights: Kind = Kind.Q8_0, ti
         turned = kind == "llama" and ("q_proj" in name or "k_proj" in name)
         if turned:
             data = _interleaved(data, heads)
-        stored = Kind.F32 if data.ndim == 1 else weights
-        raw = gguf.quants.quantize(data, stored)
-        writer.add_tensor(own, raw, raw_dtype=stored)
+        wanted = weights(own) if callable(weights) else weights
+        stored = Kind.F32 if data.ndim == 1 else wanted
+        try:
+            raw = gguf.quants.quantize(data, stored)
+        except NotImplementedError:
+            raw = random_rows(stored, *data.shape)
         meant = gguf.quants.dequantize(raw, stored)
         state[name].copy_(torch.from_numpy(_halves(meant, heads) if turned else meant))
+        if (changed := change(own, raw)) is not None:
+            writer.add_tensor(own, changed, raw_dtype=stored)
+    for key, text in (texts or {}).items():
+        writer.add_string(key, text)
+    for name, array in (more or {}).items():
+        writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -6,7 +6,8 @@ import torch
 from pilotfish.errors import ModelError
 from pilotfish.models.decoder import Decoder
 from pilotfish.models.huggingface import HuggingFaceLM
-from pilotfish.models.linear import pack, unpack, unpack_rows
+from pilotfish.models.linear import Packed, pack, pick_rows, unpack, unpack_rows
+from pilotfish.models.products import GROUPED
 from pilotfish.models.quantize import quantise
 from pilotfish.models.quantized import QuantizedDecoder
 from pilotfish.paged.batch import Feed, lay_out
@@ -46,10 +47,15 @@ def test_they_turn_states_into_logits(name, kind, tied):
     assert torch.equal(ends.head_rows(ids), ends.head_rows(torch.arange(64))[ids])
 
 
-def test_some_rows_are_unpacked_as_all_are():
-    weight = torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
-    packed, ids = pack(weight, 8), torch.tensor([49, 0, 16, 15, 16])
-    assert torch.equal(unpack_rows(packed.weights, packed.scales, ids, 40), unpack(packed)[ids])
+@pytest.mark.parametrize("bits", [8, GROUPED])
+def test_some_rows_are_unpacked_and_picked_as_all_are(bits):
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(50, 40, generator=generator), torch.randn(50, generator=generator)
+    packed, ids = pack(weight, bits, bias), torch.tensor([49, 0, 16, 15, 16])
+    assert torch.equal(unpack_rows(packed.weights, packed.scales, ids, 40, bits), unpack(packed)[ids])
+    parts = pick_rows(packed.weights, packed.scales, packed.bias, ids.tolist(), bits)
+    assert torch.equal(unpack(Packed(bits, 40, 5, *parts)), unpack(packed)[ids])
+    assert torch.equal(torch.from_numpy(parts[2])[:5], bias[ids])
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "gemma2"])

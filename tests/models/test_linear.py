@@ -11,7 +11,7 @@ from pilotfish.attention.vectors import VI, dot_kinds, instruction
 from pilotfish.errors import ModelError, OptionError
 from pilotfish.models.linear import PackedLinear, pack, unpack
 from pilotfish.models.options import bits_of
-from pilotfish.models.products import GROUP, ROWS, tile_product
+from pilotfish.models.products import GROUP, GROUPED, ROWS, tile_product
 
 KINDS = dot_kinds()
 
@@ -47,7 +47,7 @@ def test_products_of_bytes_are_exact_where_the_older_instruction_saturates(kind:
     assert np.array_equal(dots(kind, sums, unsigned, signed), wanted)
 
 
-@pytest.mark.parametrize(("bits", "error"), [(8, 0.01), (4, 0.12)])
+@pytest.mark.parametrize(("bits", "error"), [(8, 0.01), (4, 0.12), (GROUPED, 0.008)])
 @pytest.mark.parametrize("shape", [(48, 128), (49, 100), (3, 1)])
 def test_packing_keeps_a_weight_to_within_its_bits(shape: tuple[int, int], bits: int, error: float) -> None:
     weight = normal(*shape)
@@ -59,7 +59,7 @@ def test_packing_keeps_a_weight_to_within_its_bits(shape: tuple[int, int], bits:
 def test_packing_of_a_row_of_zeros() -> None:
     weight = normal(17, 70)
     weight[3], weight[5, GROUP:] = 0, 0
-    for bits in (8, 4):
+    for bits in (8, 4, GROUPED):
         back = unpack(pack(weight, bits))
         assert not back[3].any() and not back[5, GROUP:].any()
         assert back.isfinite().all()
@@ -78,7 +78,7 @@ def tile(bits: int, rows: int, kind: Any, arrays: list[np.ndarray]) -> np.ndarra
     return out
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, GROUPED])
 def test_every_way_to_multiply_gives_the_same_bits(bits: int) -> None:
     packed = pack(normal(16, 2 * GROUP) * torch.logspace(-7, 3, 16)[:, None], bits, normal(16, seed=1))
     rng = np.random.default_rng(0)
@@ -97,7 +97,7 @@ def test_every_way_to_multiply_gives_the_same_bits(bits: int) -> None:
         assert np.array_equal(tile(bits, 3, kind, arrays), whole[:3]), kind
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, GROUPED])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13])
 def test_product_is_that_of_the_unpacked_weight(bits: int, rows: int) -> None:
     weight, bias, x = normal(50, 200), normal(50, seed=1), normal(rows, 200, seed=2)
@@ -110,7 +110,7 @@ def test_product_is_that_of_the_unpacked_weight(bits: int, rows: int) -> None:
     assert float((linear(x) - wanted).abs().max() / wanted.abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, GROUPED])
 def test_a_row_is_bitwise_the_same_in_any_company(bits: int) -> None:
     x = normal(21, 130) * torch.logspace(-3, 3, 21)[:, None]
     linear = PackedLinear(normal(70, 130, seed=1), bits)
@@ -151,5 +151,5 @@ def test_bad_input_is_named() -> None:
     weight[2, 3] = float("inf")
     with pytest.raises(ModelError, match="3.down cannot be quantised: it holds a NaN or an infinity"):
         pack(weight, 8, name="3.down")
-    with pytest.raises(OptionError, match="none, int8, int4, not 'int5'"):
+    with pytest.raises(OptionError, match="none, int8, int4, gguf, not 'int5'"):
         bits_of("int5")

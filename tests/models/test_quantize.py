@@ -131,7 +131,7 @@ def test_broken_vectors_are_named(vector: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int5"}, "none, int8, int4, not 'int5'"),
+        ({"quantization": "int5"}, "none, int8, int4, gguf, not 'int5'"),
         ({"model_impl": "jax"}, "auto, hf or native, not 'jax'"),
         ({"quantization": "int8", "model_impl": "hf"}, "needs our own decoder"),
         ({"quantization": "int8", "dtype": "bfloat16"}, "the rest is float32"),

@@ -9,6 +9,7 @@ import torch
 
 from pilotfish.models.kernels import library
 from pilotfish.models.linear import Packed, pack, unpack
+from pilotfish.models.products import GROUPED
 from pilotfish.models.team import counters, team
 from pilotfish.native import reference
 from pilotfish.native.build import BuildError, kinds, plan
@@ -67,8 +68,8 @@ def times(native: Library, blocks: Blocks, packed: Packed, threads: int = 1, out
 
 def _times(native: Library, phases: Any, blocks: Blocks, matrix: Any, packed: Packed, out: Any, add: int) -> None:
     """Holds all that it names: a helper may come when the others are done, and still look at the counters."""
-    native.product(
-        phases.ctypes.data, matrix.ctypes.data, blocks.table.ctypes.data, blocks.rows, packed.num_groups,
+    native.products(
+        phases.ctypes.data, matrix.ctypes.data, 1, blocks.table.ctypes.data, blocks.rows, packed.num_groups,
         packed.num_tiles, out.ctypes.data, out.shape[1], add,
     )  # fmt: skip
 
@@ -87,7 +88,7 @@ def test_quantising_gives_the_same_bytes_and_scales(native: Library) -> None:
     assert not np.array_equal(blocks.bytes(), reference.quantise(x * np.float32(1.02))[0][::-1])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, GROUPED])
 @pytest.mark.parametrize("shape", [(48, 128), (33, 100), (3, 1), (16, 32), (160, 608)])
 def test_products(native: Library, shape: tuple[int, int], bits: int) -> None:
     weights = normal(*shape, seed=1)
@@ -105,7 +106,7 @@ def test_products(native: Library, shape: tuple[int, int], bits: int) -> None:
     assert np.abs(wanted[:, : shape[0]] - np.roll(wanted, 1, 0)[:, : shape[0]]).max() > 1e-4 * size
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, GROUPED])
 def test_sums_of_integers_are_exact_at_their_extremes(native: Library, bits: int) -> None:
     """The largest bytes of both kinds, where the older instruction saturates."""
     x = np.full((3, GROUP), 127, np.float32)
@@ -119,7 +120,7 @@ def test_sums_of_integers_are_exact_at_their_extremes(native: Library, bits: int
     np.testing.assert_allclose(times(native, Blocks(native, x), packed), wanted, rtol=1e-6, atol=0.5)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, GROUPED])
 def test_a_row_is_bitwise_the_same_in_any_number_and_place(native: Library, bits: int) -> None:
     packed = pack(torch.from_numpy(normal(208, 224)), bits)
     x = normal(16, 224, seed=4)
@@ -155,6 +156,11 @@ def test_an_embedding_is_read_out_of_its_tile(native: Library) -> None:
     out, wanted = np.zeros(64, np.float32), unpack(packed).numpy()
     for lane in (0, 5, 15):
         native.unpack_bytes(packed.weights.ctypes.data, lane, float(packed.scales[lane]), 4, out.ctypes.data)
+        assert np.array_equal(out, wanted[lane])
+    packed = pack(torch.from_numpy(normal(16, 96)), GROUPED)
+    out, wanted = np.zeros(96, np.float32), unpack(packed).numpy()
+    for lane in (0, 5, 15):
+        native.unpack_groups(packed.weights.ctypes.data, packed.scales.ctypes.data, lane, 1.0, 6, out.ctypes.data)
         assert np.array_equal(out, wanted[lane])
 
 

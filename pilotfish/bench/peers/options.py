@@ -16,12 +16,14 @@ class PeersOptions:
 
     model: str = field(default="demo", metadata={"help": "folder or hub id of the target, or demo"})
     draft_model: str | None = field(default=None, metadata={"help": "folder or hub id of the draft model"})
-    gguf: str | None = field(default=None, metadata={"help": "the target as a GGUF file, for llama.cpp"})
+    gguf: str | None = field(default=None, metadata={"help": "the target as a GGUF file: llama.cpp, weights gguf"})
     prompts: str | None = field(default=None, metadata={"help": "JSONL with turns or prompt; our own few if unset"})
     limit: int | None = field(default=None, metadata={"help": "take this many prompts, spread over the categories"})
     max_tokens: int = field(default=96, metadata={"help": "new tokens per prompt"})
     engines: tuple[str, ...] = field(default=(), metadata={"help": "engines to run; all if unset", "flag": "engine"})
-    quantization: tuple[str, ...] = field(default=("int8",), metadata={"help": "pilotfish's weights: int8, int4, none"})
+    quantization: tuple[str, ...] = field(
+        default=("int8",), metadata={"help": "pilotfish's weights: int8, int4, gguf (that file's own), none"}
+    )
     speculative_config: tuple[str, ...] = field(
         default=(), metadata={"help": "pilotfish's drafting, as JSON or @FILE; suffix and draft_model if unset"}
     )
@@ -49,8 +51,8 @@ class PeersOptions:
             if value is not None and not value > 0:
                 raise OptionError(f"{name} must be more than 0, not {value!r}")
         for weights in self.quantization:
-            if weights not in ("int8", "int4", "none"):
-                raise OptionError(f"quantization must be int8, int4 or none, not {weights!r}")
+            if weights not in ("int8", "int4", "gguf", "none"):
+                raise OptionError(f"quantization must be int8, int4, gguf or none, not {weights!r}")
         if Path(self.out).suffix == ".jsonl":
             raise OptionError(f"out must not end in .jsonl, not {self.out!r}: that file is written beside it")
         if not Path(self.out).expanduser().absolute().parent.is_dir():

@@ -121,6 +121,9 @@ class _Driver:
                 return []
         processes = []
         for process in engine.processes:
+            if process.weights == "gguf" and self.task.gguf is None:
+                self.outcome.left_out.append(f"{engine.name} gguf: needs the model as a GGUF file; name it with --gguf")
+                continue
             fitting = tuple(v for v in process.variants if not v.needs_draft or self.task.draft_model is not None)
             without = [process.label(v.name) for v in process.variants if v not in fitting]
             self.outcome.left_out += [f"{name}: needs --draft-model" for name in without]

@@ -314,7 +314,7 @@ def test_facts_of_a_model_folder(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"max_tokens": 1}, "max_tokens must be a whole number, 2 or more"),
-        ({"quantization": ("int7",)}, "int8, int4 or none, not 'int7'"),
+        ({"quantization": ("int7",)}, "int8, int4, gguf or none, not 'int7'"),
         ({"timeout": 0.0}, "timeout must be more than 0"),
         ({"out": "runs.jsonl"}, "must not end in .jsonl"),
         ({"out": "no/such/folder/peers.json"}, "there is no folder"),

@@ -21,7 +21,7 @@ class Worker:
 
         torch.set_num_threads(settings["threads"])
         weights: Any = "none" if settings["weights"] == "float32" else settings["weights"]
-        target = load(settings["model"], quantization=weights)
+        target = load(settings["gguf" if weights == "gguf" else "model"], quantization=weights)
         self.llms = {
             name: LLM.from_model(
                 target,
