@@ -28,16 +28,22 @@ Run = Callable[..., None]
 def runner(kernels: str) -> Run:
     """What runs one pass, given its number of threads and the arguments of `loops.run_pass`. Raises ModelError if
     kernels is ``native`` and they cannot be built or loaded."""
+    native = chosen(kernels)
+    return _run_numba if native is None else functools.partial(_run_native, native)
+
+
+def chosen(kernels: str) -> Library | None:
+    """The C++ kernels; None where numba's loops are to run. Raises ModelError as `runner` does."""
     assert kernels in KERNELS
     if kernels == "numba":
-        return _run_numba
+        return None
     try:
-        return functools.partial(_run_native, library())
+        return library()
     except ModelError as error:
         if kernels == "native":
             raise ModelError(f"kernels 'native' cannot be had: {error}; 'numba' gives the same results") from error
         _say_once(f"The C++ kernels cannot be had ({error}); numba's loops run instead, with the same results")
-        return _run_numba
+        return None
 
 
 def library(kind: str | None = None) -> Library:

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from ..attention.vectors import compiled
 from ..errors import ModelError
+from ..native.library import Library
 from .four_bits import LARGEST, fit
+from .kernels import chosen
 from .products import GROUP, GROUPED, ROWS, SUMS_LINE, ZERO_POINT, multiply_tile, quantise_row
 from .team import counters, finish, take, team
 
@@ -194,10 +196,13 @@ def nearest_in_groups(weights: Array) -> tuple[Array, Array]:
 
 class PackedLinear:
     """y = x W^T + b for float32 rows on a CPU, a row's result the same in any batch. For heads and tests; a decoder
-    (`quantized`) uses its matrices inside one larger loop."""
+    (`quantized`) uses its matrices inside one larger loop. kernels: see `kernels.runner`."""
 
-    def __init__(self, weight_ND: Tensor, bits: int, bias_N: Tensor | None = None, name: str = "weight"):
+    def __init__(
+        self, weight_ND: Tensor, bits: int, bias_N: Tensor | None = None, name: str = "weight", kernels: str = "auto"
+    ):
         self.packed = pack(weight_ND, bits, bias_N, name)
+        self._native = chosen(kernels)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         packed, rows = self.packed, x_TD.shape[0]
@@ -209,8 +214,22 @@ class PackedLinear:
         data = np.empty(blocked * width, np.int8)
         scales, sums = np.empty(blocked * groups, np.float32), np.empty(blocked * groups * SUMS_LINE // ROWS, np.uint8)
         matrix = np.array(packed.matrix())
-        team(torch.get_num_threads()).run(_multiply, counters(2), padded, data, scales, sums, matrix, out)
+        arrays = (counters(2), padded, data, scales, sums, matrix, out)
+        if self._native is None:
+            team(torch.get_num_threads()).run(_multiply, *arrays)
+        else:
+            blocks = np.array([part.ctypes.data for part in (data, scales, sums)], np.int64)
+            team(torch.get_num_threads()).run(_multiply_native, self._native, blocks, *arrays)
         return torch.from_numpy(out[:, : packed.outputs])
+
+
+def _multiply_native(native: Library, blocks: Array, phases: Array, x: Array, *arrays: Array) -> None:
+    """As `_multiply`. It holds all that it names: a thread may come late, and still looks at the counters."""
+    *_, matrix, out = arrays
+    native.linear(
+        phases.ctypes.data, x.ctypes.data, x.shape[0], x.shape[1] // GROUP, blocks.ctypes.data, matrix.ctypes.data,
+        out.shape[1] // 16, out.ctypes.data,
+    )  # fmt: skip
 
 
 @compiled

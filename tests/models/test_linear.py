@@ -101,7 +101,8 @@ def test_every_way_to_multiply_gives_the_same_bits(bits: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13])
 def test_product_is_that_of_the_unpacked_weight(bits: int, rows: int) -> None:
     weight, bias, x = normal(50, 200), normal(50, seed=1), normal(rows, 200, seed=2)
-    linear = PackedLinear(weight, bits, bias)
+    linear, loops = (PackedLinear(weight, bits, bias, kernels=kernels) for kernels in ("auto", "numba"))
+    assert torch.equal(linear(x), loops(x)), "C++, where it can be built, and numba: the same bits"
     # The rows are rounded too: do the same here, in groups.
     padded = torch.nn.functional.pad(x, (0, -200 % GROUP)).view(rows, -1, GROUP)
     scales = padded.abs().amax(2, keepdim=True) / 127
@@ -110,10 +111,11 @@ def test_product_is_that_of_the_unpacked_weight(bits: int, rows: int) -> None:
     assert float((linear(x) - wanted).abs().max() / wanted.abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("kernels", ["auto", "numba"])
 @pytest.mark.parametrize("bits", [8, 4, GROUPED])
-def test_a_row_is_bitwise_the_same_in_any_company(bits: int) -> None:
+def test_a_row_is_bitwise_the_same_in_any_company(bits: int, kernels: str) -> None:
     x = normal(21, 130) * torch.logspace(-3, 3, 21)[:, None]
-    linear = PackedLinear(normal(70, 130, seed=1), bits)
+    linear = PackedLinear(normal(70, 130, seed=1), bits, kernels=kernels)
     together = linear(x)
     for start, stop in ((0, 1), (3, 5), (4, 8), (6, 19), (20, 21)):
         assert torch.equal(linear(x[start:stop]), together[start:stop])
