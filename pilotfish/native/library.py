@@ -38,14 +38,16 @@ class Table:
         tokens, positions, slots, wanted, groups = batch
         prefixes, bits, slot_table = rows
         assert layers.dtype == np.int64 and factors.dtype == np.float32
-        ints = [np.ascontiguousarray(a, np.int64) for a in (tokens, positions, slots, wanted, groups, *rows)]
-        tokens, positions, slots, wanted, groups, prefixes, bits, slot_table = ints
         layers, ends = np.ascontiguousarray(layers), np.ascontiguousarray(ends)
-        self._arrays = (phases, b, sizes, layers, ends, factors, *ints)
+        parts = (tokens, positions, slots, wanted, groups.ravel(), prefixes, bits, slot_table)
+        ints = np.concatenate(parts, dtype=np.int64)  # one array: asking for an address takes longer than copying
+        places = [int(ints.ctypes.data)]
+        for part in parts:
+            places.append(places[-1] + 8 * len(part))
+        self._arrays = (phases, b, sizes, layers, ends, factors, ints)
         self._table = np.array(
             [*(a.ctypes.data for a in (phases, b, sizes, layers)), len(layers), ends.ctypes.data, factors.ctypes.data,
-             *(a.ctypes.data for a in (tokens, positions, slots, wanted)), len(wanted), groups.ctypes.data, len(groups),
-             *(a.ctypes.data for a in (prefixes, bits, slot_table)), num_splits, len(tokens)],
+             *places[:4], len(wanted), places[4], len(groups), *places[5:8], num_splits, len(tokens)],
             np.int64)  # fmt: skip
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..lazily import torch
+from ..lazily import np, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,12 +150,18 @@ def lay_out(feeds: Sequence[Feed], cache: KVCache, device: torch.device | str = 
     flat = writes[0] if len(writes) == 1 else [slot for slots in writes for slot in slots]
     return Batch(
         spans,
-        torch.tensor(tokens, device=device),
-        torch.tensor(positions, device=device),
+        _numbers(tokens, device),
+        _numbers(positions, device),
         _index(flat, device),
-        torch.tensor(wanted, dtype=torch.int64, device=device),
+        _numbers(wanted, device),
     )
 
 
+def _numbers(values: list[int], device: torch.device) -> Tensor:
+    if device.type == "cpu":  # torch reads a list an item at a time, and there is a batch in every pass
+        return torch.from_numpy(np.array(values, np.int64))
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
 def _index(slots: range | list[int], device: torch.device) -> slice | Tensor:
-    return slice(slots.start, slots.stop) if isinstance(slots, range) else torch.tensor(slots, device=device)
+    return slice(slots.start, slots.stop) if isinstance(slots, range) else _numbers(slots, device)
