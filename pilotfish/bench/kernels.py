@@ -8,14 +8,17 @@ reading take turns, so that whatever else runs here disturbs all alike.
 """
 
 import statistics
+import sys
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+import click
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from ..errors import PilotfishError
 from ..models.kernels import library
 from ..models.memory import large
 from ..models.products import GROUP, GROUPED, ROWS, SCALE_BYTES, SUMS_LINE, TILE_BYTES
@@ -98,8 +101,14 @@ def _seconds(work: Callable[[], None]) -> float:
     return perf_counter() - start
 
 
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    native = library()
+    """Time products of the C++ kernels against plain reading of memory."""
+    try:
+        native = library()
+    except PilotfishError as error:
+        click.echo(f"pilotfish: {error}", err=True)
+        sys.exit(1)
     for num_threads in NUM_THREADS:
         table = Table(title=f"{native.kind}, {num_threads} thread{'s' * (num_threads > 1)}")
         table.add_column("weights")

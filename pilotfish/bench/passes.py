@@ -65,7 +65,8 @@ def measure(options: PassOptions) -> Passes:
     models: dict[str, QuantizedDecoder] = {}
     for kernels in KERNELS:
         model = load(options.model, quantization=options.quantization, kernels=kernels).model
-        assert isinstance(model, QuantizedDecoder)
+        if not isinstance(model, QuantizedDecoder):
+            raise OptionError(f"{options.model} cannot be quantised, and only such models are timed here")
         models[kernels] = model
     if options.context + NUM_ROWS[-1] > model.info.context:
         raise OptionError(f"context {options.context} is too long: {options.model} ends at {model.info.context}")

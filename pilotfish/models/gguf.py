@@ -21,7 +21,7 @@ import torch
 from ..errors import ModelError
 from .architecture import Architecture, describe, eos_ids, unsupported, weights
 from .gguf_blocks import TO_4_BITS, NotFiniteError, pack_blocks, values_of
-from .gguf_file import FACTORS, Tensor, open_gguf, scaling_of
+from .gguf_file import FACTORS, Tensor, open_gguf, partly_rotated, scaling_of
 from .linear import Array, Packed, unpack
 from .options import GGUF, bits_of
 from .products import GROUP, GROUPED, TILE_BYTES
@@ -35,6 +35,7 @@ _NAMES = {
     "down": ("ffn_down",), "norm_1": ("attn_norm",), "norm_2": ("ffn_norm",), "q_norm": ("attn_q_norm",),
     "k_norm": ("attn_k_norm",),
 }  # fmt: skip
+_COUNTS = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
 _MATRICES = ("embedding", "head", "qkv", "o", "gate_up", "down")
 _NUMBERS_AT_ONCE = 1 << 20  # that one thread takes: with fewer, threads wait for each other more than they work
 _CHECKED_TILES = 4  # of each tensor
@@ -84,8 +85,8 @@ class _FileModel:
         self.name, self.file, self.conversions = name, open_gguf(path), _Conversions()
         if (arch := self.file.architecture) not in ARCHITECTURES:
             raise self.error(f"its architecture {arch!r} is not one of {', '.join(ARCHITECTURES)}; {_WAY_OUT}")
-        if (scaling := scaling_of(self.file)) is not None:
-            raise self.error(f"{scaling}; use the model's own folder")
+        if (reason := scaling_of(self.file) or partly_rotated(self.file)) is not None:
+            raise self.error(f"{reason}; use the model's own folder")
         self.tied = "output.weight" not in self.file.tensors
         self.model = self._without_weights(arch)
         facts = replace(describe(self.model), tied=self.tied)
@@ -174,6 +175,7 @@ class _FileModel:
     def _without_weights(self, arch: str) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        self._refuse_settings(arch)
         settings, embedding = self.file.settings, self._tensor("token_embd.weight")
         more = {} if f"{arch}.vocab_size" in settings else {f"{arch}.vocab_size": embedding.shape[0]}
         try:
@@ -183,6 +185,9 @@ class _FileModel:
             config.tie_word_embeddings = self.tied
             if (width := settings.get(f"{arch}.attention.key_length")) is not None:  # not read for all families
                 config.head_dim = width
+            config.eos_token_id = settings.get("tokenizer.ggml.eos_token_id")
+            if config.model_type == "mistral":
+                config.sliding_window = None  # what a class has by default is one checkpoint's, not this file's
             reason = unsupported(config)
             if reason is None:
                 with torch.device("meta"):
@@ -193,17 +198,25 @@ class _FileModel:
             raise self.error(f"its settings make no model: {type(error).__name__}: {error}".splitlines()[0]) from error
         raise self.error(f"{reason}; {_WAY_OUT}")
 
+    def _refuse_settings(self, arch: str) -> None:
+        """Missing ones, for which transformers would take those of another model, and senseless ones."""
+        settings = self.file.settings
+        for name in (f"{arch}.{own}" for own in _COUNTS):
+            value = settings.get(name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise self.error(f"its setting {name} must be a whole number from 1, not {value!r}")
+        name = f"{arch}.attention.layer_norm_rms_epsilon"
+        if not isinstance(settings.get(name), float):
+            raise self.error(f"its setting {name} must be a number, not {settings.get(name)!r}")
+        self._tensor(f"blk.{settings[f'{arch}.block_count'] - 1}.attn_norm.weight")  # layers are made before tensors
+
     def _tensor(self, name: str) -> Tensor:
         if name not in self.file.tensors:
             raise self.error(f"the tensor {name} is missing")
         return self.file.tensors[name]
 
     def _tensors(self, ours: str) -> list[Tensor]:
-        """A weight's parts, or a bias's, under the file's names."""
-        matrix = ours.removesuffix(".bias")
-        layer, dot, kind = matrix.rpartition(".")
-        ending = "bias" if matrix != ours else "weight"
-        return [self._tensor(f"blk.{layer}.{name}.{ending}" if dot else f"{name}.{ending}") for name in _NAMES[kind]]
+        return [self._tensor(name) for name in _names(ours)]
 
     def _bits(self, ours: str) -> int:
         fits = ours not in ("embedding", "head") and all(part.kind in TO_4_BITS for part in self._tensors(ours))
@@ -225,8 +238,22 @@ class _FileModel:
         if unknown := sorted(set(self.file.tensors) - known):
             raise self.error(
                 f"it has {len(unknown)} tensors that its architecture {self.file.architecture!r} has no use for, "
-                f"{unknown[0]} for one; {_WAY_OUT}"
+                f"{unknown[0]} for one; use the model's own folder"
             )
+
+
+def names_read(model: Any) -> set[str]:
+    """The file's names of all weights that a transformers model of one of our architectures has."""
+    found = weights(model, describe(model))
+    return {name for ours, _ in found if not ours.startswith("frequencies.") for name in _names(ours)}
+
+
+def _names(ours: str) -> list[str]:
+    """A weight's parts, or a bias's, under the file's names."""
+    matrix = ours.removesuffix(".bias")
+    layer, dot, kind = matrix.rpartition(".")
+    ending = "bias" if matrix != ours else "weight"
+    return [f"blk.{layer}.{name}.{ending}" if dot else f"{name}.{ending}" for name in _NAMES[kind]]
 
 
 def _last(ours: str) -> str:

@@ -80,12 +80,22 @@ FACTORS = "rope_freqs.weight"  # what Llama 3's frequencies are divided by
 
 def scaling_of(file: GgufFile) -> str | None:
     """How the file's settings scale rotations, in words; None if they do not. transformers would not notice."""
-    prefix = f"{file.architecture}.rope"
-    kind, linear = (file.settings.get(f"{prefix}.{name}", default)
-                    for name, default in (("scaling.type", "none"), ("scale_linear", 1.0)))  # fmt: skip
-    if kind == "none" and linear == 1.0:
+    prefix, settings = f"{file.architecture}.rope", file.settings
+    factor = settings.get(f"{prefix}.scaling.factor", settings.get(f"{prefix}.scale_linear", 1.0))
+    size = settings.get(f"{prefix}.scaling.attn_factor", 1.0)
+    kind = settings.get(f"{prefix}.scaling.type", "none" if factor in (0.0, 1.0) else "linear")  # as llama.cpp has it
+    if kind == "none" and size == 1.0:
         return None
     return f"its rotations are scaled ({prefix}.scaling.type {kind!r})"
+
+
+def partly_rotated(file: GgufFile) -> str | None:
+    """That only a part of each head is rotated, in words; None if all is. transformers would turn it whole."""
+    names = ("rope.dimension_count", "attention.key_length", "embedding_length", "attention.head_count")
+    part, width, hidden, heads = (file.settings.get(f"{file.architecture}.{name}") for name in names)
+    if width is None and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        width = hidden // heads
+    return None if width is None or part in (None, width) else f"of heads of {width} numbers only {part!r} are rotated"
 
 
 def open_gguf(path: Path) -> GgufFile:
@@ -105,7 +115,7 @@ def open_gguf(path: Path) -> GgufFile:
     for _ in range(num_settings):
         name = cursor.name()
         settings[name], kinds[name] = cursor.setting(name)
-    if settings.get("split.count", 0) > 1:
+    if settings.get("split.count", 0) not in (0, 1):
         raise ModelError(f"{path} is one of {settings['split.count']} parts; join them with llama-gguf-split --merge")
     lines = [cursor.tensor() for _ in range(num_tensors)]
     alignment = settings.get("general.alignment", _ALIGNMENT)

@@ -5,6 +5,7 @@ alone; where the C++ cannot be had the loops run, and one line says so and names
 """
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,13 +51,22 @@ def library(kind: str | None = None) -> Library:
     """The kernels for this CPU, built first if they are not in the user's cache. kind: of `native.build.KINDS`, the
     fastest by default. Raises ModelError, naming a log, if that is impossible."""
     kind = kind or kinds(llvmlite.binding.get_host_cpu_features())[0]
-    return _opened(kind, cache_folder())
+    found = _opened(kind, cache_folder(), os.environ.get("CXX"))
+    if isinstance(found, ModelError):
+        raise found
+    return found
 
 
 @functools.cache
-def _opened(kind: str, _cache: Path) -> Library:
-    found = Library(built(kind))
-    assert found.kind == kind, f"a build of {kind} says it is for {found.kind}"
+def _opened(kind: str, _cache: Path, _compiler: str | None) -> Library | ModelError:
+    """A failure too is remembered: a model and its drafter would each let the compiler fail."""
+    try:
+        path = built(kind)
+        found = Library(path)
+    except ModelError as error:
+        return error
+    if found.kind != kind:
+        return ModelError(f"{path} was built for {found.kind} instead of {kind}: the compiler did not take its flags")
     return found
 
 

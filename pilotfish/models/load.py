@@ -226,6 +226,8 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would make them up
         raise ModelError(f"model {name!r} is incomplete: {len(missing)} weights are missing, {missing[0]} for one")
+    if gguf_file is not None:
+        _refuse_unread_tensors(Path(source, gguf_file), name, model)
     if "device_map" not in weights:
         model = model.to(options.torch_device)
     if options.adapter is not None:
@@ -237,7 +239,8 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
 def _refuse_unread_rotations(path: Path, name: str) -> None:
     """Raises ModelError for a file of which transformers would make another model than it holds. What else is wrong
     with a file, transformers says itself."""
-    from .gguf_file import FACTORS, open_gguf, scaling_of
+    from .gguf import ARCHITECTURES
+    from .gguf_file import FACTORS, open_gguf, partly_rotated, scaling_of
 
     try:
         file = open_gguf(path)
@@ -249,6 +252,25 @@ def _refuse_unread_rotations(path: Path, name: str) -> None:
     if FACTORS in file.tensors:
         raise ModelError(f"model {name!r} cannot be dequantised: transformers does not read {FACTORS}, the factors of "
                          "its rotations; --quantization gguf does")  # fmt: skip
+    if file.architecture in ARCHITECTURES and (reason := partly_rotated(file)) is not None:
+        raise ModelError(f"model {name!r} cannot be used: {reason}, and transformers turns whole ones")
+
+
+def _refuse_unread_tensors(path: Path, name: str, model: Any) -> None:
+    """Raises ModelError for a file with tensors that transformers has stepped over, such as biases of a Llama: the
+    model is another than the file's. Only for architectures whose names are known here."""
+    from .gguf import ARCHITECTURES, names_read
+    from .gguf_file import open_gguf
+
+    file = open_gguf(path)
+    if file.architecture not in ARCHITECTURES or unsupported(model.config) is not None:
+        return
+    known = names_read(model)
+    if unread := sorted(own for own in file.tensors if own not in known and ".attn_rot_embd." not in own):
+        raise ModelError(
+            f"model {name!r} cannot be dequantised: transformers does not read {len(unread)} of its tensors, "
+            f"{unread[0]} for one; use the model's own folder"
+        )
 
 
 @contextmanager

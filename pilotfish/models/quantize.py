@@ -11,6 +11,7 @@ read (most of an embedding) are never loaded.
 No data is needed: activations are quantised per row as they come, and weights by their own size.
 """
 
+import contextlib
 import hashlib
 import json
 import pathlib
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import filelock
 import numpy as np
 from torch import Tensor
 
@@ -33,6 +35,7 @@ FORMAT = 3  # raised when the bytes mean something else
 _MATRICES = ("embedding", "head", "qkv", "o", "gate_up", "down")
 _KEPT_AT_8_BITS = ("embedding", "head")  # in an int4 model too: every token's law hangs on them
 _ALIGNMENT = 64
+_SAMPLES, _SAMPLE_BYTES = 32, 2048  # of each file, evenly
 
 
 class QuantisationError(ModelError):
@@ -117,10 +120,17 @@ def kept(
 
 
 def key_of(files: list[pathlib.Path]) -> str:
-    """Identifies weights by their files' names, sizes and times: reading gigabytes to be sure would cost more than
-    the start-up it saves."""
+    """Identifies weights by their files' names, sizes and times, and by a few of their bytes, as copies may have a time
+    that is none: reading gigabytes to be sure would cost more than the start-up it saves."""
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()
+    found = hashlib.sha256(repr(stats).encode())
+    for path in sorted(files):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for place in range(0, size, -(-size // _SAMPLES)) if size else ():
+                file.seek(place)
+                found.update(file.read(_SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def write(
@@ -205,7 +215,11 @@ def _finite(name: str, vector: Tensor, model: Any) -> Tensor:
 
 
 def _drop_others(prefix: str, keep: pathlib.Path) -> None:
-    """Earlier versions of the same model, or of weights that have changed since, are of no use to anybody."""
+    """Earlier versions of the same model, or of weights that have changed since, are of no use to anybody. Nor is what
+    a killed process left unfinished; while one is at work, it holds the lock."""
     for path in keep.parent.glob(f"{prefix}*"):
-        if path.is_dir() and path != keep and not path.name.endswith(".partial"):
+        if not path.is_dir() or path == keep:
+            continue
+        lock = filelock.FileLock(path.with_name(path.name.removesuffix(".partial") + ".lock"))
+        with contextlib.suppress(OSError, filelock.Timeout), lock.acquire(timeout=0):
             shutil.rmtree(path, ignore_errors=True)

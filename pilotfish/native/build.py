@@ -94,7 +94,10 @@ def plan(kind: str, extra: tuple[str, ...] = ()) -> Plan:
 
 def compile_into(folder: Path, how: Plan) -> None:
     """Write the library into a folder. Raises BuildError with the compiler's own words if it fails."""
-    _run([how.compiler, *how.flags, str(SOURCES / "pass.cpp"), "-o", str(folder / LIBRARY)])
+    command = [how.compiler, *how.flags, str(SOURCES / "pass.cpp"), "-o", str(folder / LIBRARY)]
+    said = _run(command)
+    if not (folder / LIBRARY).is_file():
+        raise BuildError(f"{how.compiler} made no library", f"$ {' '.join(command)}\n{said}")
 
 
 def _run(command: list[str]) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from pilotfish.bench import kernels
 from pilotfish.models.kernels import library
@@ -25,6 +26,14 @@ def test_each_number_of_rows_takes_its_turn(bits: int, monkeypatch: Any) -> None
     assert list(seconds) == [0, *kernels.NUM_ROWS] and all(0 < s < 5 for s in seconds.values())
     assert not (product.out != product.out).any()
     assert product.all_bytes == 64 * 96 * bits_a_weight // 8 + (256 if bits == 8 else 0)
+
+
+def test_what_is_wrong_is_told_in_one_line(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("PILOTFISH_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    result = CliRunner().invoke(kernels.main, [])
+    assert result.exit_code == 1 and "no C++ compiler" in result.output and result.output.count("\n") == 1
+    assert CliRunner().invoke(kernels.main, ["--fast"]).exit_code == 2
 
 
 def test_its_command_is_named_in_its_own_words() -> None:

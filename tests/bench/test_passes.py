@@ -42,3 +42,11 @@ def test_every_kind_is_timed_and_the_table_names_them(tmp_path: Path, monkeypatc
 def test_bad_options_are_named() -> None:
     with pytest.raises(OptionError, match="turns must be a whole number"):
         passes.PassOptions(turns=0)
+
+
+def test_a_model_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
+    folder = str(tmp_path / "model")
+    tiny_model(dtype=torch.float32).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    result = CliRunner().invoke(passes.main, ["--model", folder])
+    assert result.exit_code != 0 and f"{folder} cannot be quantised" in result.output

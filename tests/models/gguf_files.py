@@ -62,14 +62,18 @@ def write_gguf(
     shape: Mapping[str, Any] | None = None,
     change: Callable[[str, np.ndarray], np.ndarray | None] = lambda name, raw: raw,
     texts: Mapping[str, str] | None = None,
+    numbers: Mapping[str, int | float] | None = None,
+    eos: int | None = EOS,
+    seed: int = 0,
     more: Mapping[str, np.ndarray] | None = None,
 ) -> Any:
     """Write the file; returns the transformers model that it stands for.
 
     weights: the type of all matrices, or a function of a tensor's name. change: a tensor's bytes to others, or None to
-    leave it out. texts, more: further settings and tensors.
+    leave it out. texts, more: further settings and tensors. numbers: settings of its architecture, instead of the
+    model's own.
     """
-    model = tiny_model(kind, tie_word_embeddings=tied, **SHAPE | dict(shape or {}))
+    model = tiny_model(kind, seed=seed, tie_word_embeddings=tied, **SHAPE | dict(shape or {}))
     config, writer = model.config, gguf.GGUFWriter(path, kind)
     tokens, merges = letters()
     writer.add_name("a tiny one")
@@ -81,16 +85,19 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    width = config.hidden_size // config.num_attention_heads
     if kind == "qwen3":
-        writer.add_key_length(config.head_dim)
+        width = config.head_dim
+        writer.add_key_length(width)
+    writer.add_rope_dimension_count(width)
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
     writer.add_token_merges(merges)
-    writer.add_eos_token_id(EOS)
+    if eos is not None:
+        writer.add_eos_token_id(eos)
     names = gguf.get_tensor_name_map(ARCHITECTURES[kind], config.num_hidden_layers)
     state = model.state_dict()
     for name, weight in list(state.items()):
@@ -112,8 +119,19 @@ def write_gguf(
         state[name].copy_(torch.from_numpy(_halves(meant, heads) if turned else meant))
         if (changed := change(own, raw)) is not None:
             writer.add_tensor(own, changed, raw_dtype=stored)
-    for key, text in (texts or {}).items():
-        writer.add_string(key, text)
+    given: dict[str, tuple[Any, gguf.GGUFValueType]] = {
+        **{key: (text, gguf.GGUFValueType.STRING) for key, text in (texts or {}).items()},
+        **{
+            f"{kind}.{key}": (
+                number,
+                gguf.GGUFValueType.UINT32 if isinstance(number, int) else gguf.GGUFValueType.FLOAT32,
+            )
+            for key, number in (numbers or {}).items()
+        },
+    }
+    for key, (value, value_type) in given.items():
+        writer.kv_data[0].pop(key, None)
+        writer.add_key_value(key, value, value_type)
     for name, array in (more or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

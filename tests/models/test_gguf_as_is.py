@@ -1,10 +1,13 @@
 """A GGUF file used as it is: the same weights, tokenizer and texts, said and kept once; broken files are refused."""
 
 import json
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import filelock
 import gguf
 import numpy as np
 import pytest
@@ -201,6 +204,84 @@ def test_rotations_that_transformers_would_not_read_are_refused(quantization: An
         load(scaled, quantization=quantization, kernels="numba")
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope.scaling.factor": 4.0},  # of no named type: llama.cpp takes it for linear
+        {"rope.scale_linear": 4.0},
+        {"rope.scaling.attn_factor": 2.0},
+        {"rope.dimension_count": 16},
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_other_rotations_are_refused_as_it_is_and_dequantised(family: str, settings: dict[str, Any], tmp_path: Path):
+    path = tmp_path / "odd.gguf"
+    write_gguf(path, family, shape=WIDE, numbers=settings)
+    for quantization in ("gguf", "none"):
+        with pytest.raises(
+            ModelError, match=r"rotations are scaled|only 16 are rotated|the file's settings|mismatched"
+        ):
+            load(path, quantization=quantization)  # type: ignore[arg-type]
+
+
+def test_rotations_scaled_by_nothing_are_not_refused(tmp_path: Path):
+    """As llama.cpp reads them: type 'none' is never scaled, and a factor of 0 or 1 is none."""
+    path = tmp_path / "one.gguf"
+    for numbers, texts in (({"rope.scaling.factor": 1.0}, {}), ({"rope.scaling.factor": 4.0}, {"type": "none"})):
+        write_gguf(path, shape=WIDE, numbers=numbers, texts={f"llama.rope.scaling.{k}": v for k, v in texts.items()})
+        assert load(path, **AS_IS).model.info.vocab_size == 260
+
+
+@pytest.mark.parametrize("name", ["blk.1.attn_q.bias", "blk.0.attn_sinks.weight", "rope_factors_long.weight"])
+def test_tensors_that_transformers_would_not_read_are_refused(name: str, tmp_path: Path):
+    """Biases of a Llama, for example: it would make a model without them, and say nothing."""
+    path = tmp_path / "odd.gguf"
+    write_gguf(path, shape=WIDE, more={name: np.ones(128, np.float32)})
+    for quantization, words in (("none", "does not read 1 of its tensors"), ("gguf", "no use for")):
+        with pytest.raises(ModelError, match=rf"{words}, {re.escape(name)} for one; use the model's own folder"):
+            load(path, quantization=quantization)  # type: ignore[arg-type]
+
+
+def test_what_a_class_has_by_default_is_not_the_file_s(tmp_path: Path):
+    """A window of 4096 for every file called mistral; token 2 as the end for every Llama."""
+    path = tmp_path / "one.gguf"
+    write_gguf(path, shape=WIDE, texts={"general.name": "mistral"}, eos=None)
+    lm = load(path, **AS_IS).model
+    assert isinstance(lm, QuantizedDecoder)
+    assert lm.architecture.family == "mistral" and set(lm.architecture.windows) == {None}
+    assert lm.info.eos_ids == frozenset()
+
+
+def test_a_copy_with_the_time_of_another_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same name from two folders, as in archives that set all times to one."""
+    found = []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_gguf(folder / "one.gguf", shape=WIDE, seed=number)
+        os.utime(folder / "one.gguf", ns=(10**9, 10**9))
+        monkeypatch.chdir(folder)
+        found.append(matrices(load("one.gguf", **AS_IS).model)["0.o"])  # type: ignore[arg-type]
+    assert (tmp_path / "0/one.gguf").stat().st_size == (tmp_path / "1/one.gguf").stat().st_size
+    assert not torch.equal(*found)
+
+
+def test_what_a_killed_process_left_is_deleted_with_the_next_file(tmp_path: Path, folder: Path):
+    path = tmp_path / "one.gguf"
+    write_gguf(path, shape=WIDE)
+    load(path, **AS_IS)
+    (kept,) = (path for path in (folder / "cache").iterdir() if path.is_dir())
+    begun, busy = (kept.with_name(kept.name[:-12] + key + ".partial") for key in ("0" * 12, "1" * 12))
+    for left in (begun, busy):
+        left.mkdir()
+        (left / "weights.bin").write_bytes(b"half")
+    with filelock.FileLock(busy.with_name(busy.name.removesuffix(".partial") + ".lock")):
+        load(path, **AS_IS)
+        assert not begun.exists() and busy.exists(), "somebody is at work there"
+    load(path, **AS_IS)
+    assert not busy.exists() and kept.exists()
+
+
 def test_ends_and_smaller_heads_read_the_same_numbers(tmp_path: Path):
     path = tmp_path / "one.gguf"
     model = write_gguf(path, weights=Kind.Q5_0, shape=WIDE)
@@ -259,6 +340,13 @@ def test_a_truncated_file(tmp_path: Path, part: float):
         ),
         ({"more": {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}}, "no use for, blk.0.attn_sinks.weight"),
         ({"texts": {"qwen2.rope.scaling.type": "yarn"}}, "rotations are scaled .*'yarn'"),
+        ({"numbers": {"block_count": 1 << 24}}, f"the tensor blk.{(1 << 24) - 1}.attn_norm.weight is missing"),
+        ({"numbers": {"context_length": 0}}, "setting qwen2.context_length must be a whole number from 1, not 0"),
+        ({"texts": {"qwen2.attention.head_count": "many"}}, "qwen2.attention.head_count must be .* not 'many'"),
+        (
+            {"texts": {"qwen2.attention.layer_norm_rms_epsilon": "x"}},
+            "layer_norm_rms_epsilon must be a number, not 'x'",
+        ),
         ({"shape": {"hidden_size": 64, "head_dim": 16}}, "heads of 16, which is not a multiple of 32"),
     ],
 )
@@ -293,6 +381,9 @@ def test_other_files_are_refused_with_the_way_out(tmp_path: Path):
     with pytest.raises(
         ModelError, match=r"new\.gguf.*'lama9' is not one of llama, qwen2, qwen3; use quantization 'none'"
     ):
+        load(path, **AS_IS)
+    write_gguf(path, shape=WIDE, texts={"split.count": "two"})
+    with pytest.raises(ModelError, match="is one of two parts"):
         load(path, **AS_IS)
     path.write_bytes(b"PK" + bytes(100))
     with pytest.raises(ModelError, match="is not a GGUF file"):

@@ -121,6 +121,40 @@ def test_a_compiler_that_makes_something_else(cache: Path, tmp_path: Path, monke
         kernels.runner("native")
 
 
+def test_a_compiler_that_makes_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path, "exit 0"))
+    assert kernels.runner("auto") is kernels._run_numba
+    assert "made no library" in capsys.readouterr().err
+    assert not [path for path in cache.iterdir() if path.is_dir()], "else it would be found there for ever"
+
+
+def test_a_failure_is_met_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """By a model, its draft and each layer of a head: the compiler is not asked by each of them."""
+    count = tmp_path / "count"
+    script = f'[ "$1" = --version ] && echo v1 && exit; echo x >> {count}; exit 3'
+    monkeypatch.setenv("CXX", compiler(tmp_path, script))
+    for _ in range(3):
+        assert kernels.runner("auto") is kernels._run_numba
+    with pytest.raises(ModelError, match="exit status 3"):
+        kernels.runner("native")
+    assert count.read_text() == "x\n" and capsys.readouterr().err.count("Compiling") == 1
+
+
+def test_a_compiler_that_does_not_take_flags(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    class Other:
+        kind = "other"
+
+    monkeypatch.setenv("CXX", compiler(tmp_path, "echo v1"))
+    monkeypatch.setattr(kernels, "built", lambda kind: tmp_path)
+    monkeypatch.setattr(kernels, "Library", lambda path: Other)
+    with pytest.raises(ModelError, match="was built for other instead of"):
+        kernels.runner("native")
+
+
 def test_a_file_that_is_no_library(tmp_path: Path) -> None:
     (tmp_path / LIBRARY).write_bytes(b"\x7fELF nonsense")
     with pytest.raises(ModelError, match="delete its folder"):
