@@ -21,7 +21,7 @@ import torch
 from ..errors import ModelError
 from .architecture import Architecture, describe, eos_ids, unsupported, weights
 from .gguf_blocks import TO_4_BITS, NotFiniteError, pack_blocks, values_of
-from .gguf_file import FACTORS, Tensor, open_gguf, partly_rotated, scaling_of
+from .gguf_file import FACTORS, Tensor, open_gguf, partly_rotated, scaling_of, unread_setting
 from .linear import Array, Packed, unpack
 from .options import GGUF, bits_of
 from .products import GROUP, GROUPED, TILE_BYTES
@@ -85,7 +85,7 @@ class _FileModel:
         self.name, self.file, self.conversions = name, open_gguf(path), _Conversions()
         if (arch := self.file.architecture) not in ARCHITECTURES:
             raise self.error(f"its architecture {arch!r} is not one of {', '.join(ARCHITECTURES)}; {_WAY_OUT}")
-        if (reason := scaling_of(self.file) or partly_rotated(self.file)) is not None:
+        if (reason := scaling_of(self.file) or partly_rotated(self.file) or unread_setting(self.file)) is not None:
             raise self.error(f"{reason}; use the model's own folder")
         self.tied = "output.weight" not in self.file.tensors
         self.model = self._without_weights(arch)

@@ -98,6 +98,21 @@ def partly_rotated(file: GgufFile) -> str | None:
     return None if width is None or part in (None, width) else f"of heads of {width} numbers only {part!r} are rotated"
 
 
+_UNREAD: Mapping[str, tuple[float, ...]] = {  # settings that change what a model says, and where they do not
+    "attention.scale": (0.0,), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0), "embedding_scale": (0.0, 1.0),
+    "attention.clamp_kqv": (0.0,), "attention.causal": (True,),
+}  # fmt: skip
+
+
+def unread_setting(file: GgufFile) -> str | None:
+    """A setting that neither transformers nor we read, in words; None if all such are as usual."""
+    for own, usual in _UNREAD.items():
+        name = f"{file.architecture}.{own}"
+        if (value := file.settings.get(name, usual[0])) not in usual:
+            return f"its setting {name} is {value!r}, which is not read"
+    return None
+
+
 def open_gguf(path: Path) -> GgufFile:
     """Map a file. Raises ModelError, naming what is wrong, for one that is cut short or no GGUF file."""
     try:

@@ -21,7 +21,17 @@ from ..errors import ModelError
 from ..native.library import Library
 from .four_bits import LARGEST, fit
 from .kernels import chosen
-from .products import GROUP, GROUPED, ROWS, SUMS_LINE, ZERO_POINT, multiply_tile, quantise_row
+from .products import (
+    GROUP,
+    GROUPED,
+    ROWS,
+    SUMS_LINE,
+    ZERO_POINT,
+    multiply_tile,
+    quantise_row,
+    scale_bytes,
+    tile_bytes,
+)
 from .team import counters, finish, take, team
 
 _ROWS_AT_ONCE = 16384  # outputs that are in float at a time while a matrix is packed
@@ -247,16 +257,15 @@ def _multiply(phases: Array, x: Array, data: Array, scales: Array, sums: Array, 
         num_done += 1
     phase, num_done = finish(phase, rows, num_done), 0
     bits, tiles = matrix[3], out.shape[1] // 16
-    tile_bytes = groups * GROUP * (8 if bits == 4 else 16)
-    scale_bytes = 64 if bits == 8 else groups * (32 if bits == GROUPED else 64)
+    tile_size, scale_size = tile_bytes(bits, groups), scale_bytes(bits, groups)
     while True:
         tile = take(phase)
         if tile >= tiles:
             break
         multiply_tile(
             bits,
-            matrix[0] + tile * tile_bytes,
-            matrix[1] + tile * scale_bytes,
+            matrix[0] + tile * tile_size,
+            matrix[1] + tile * scale_size,
             matrix[2] + tile * 64,
             rows,
             data.ctypes.data,

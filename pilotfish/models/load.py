@@ -202,7 +202,7 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
     from transformers.utils import logging
 
     if gguf_file is not None:
-        _refuse_unread_rotations(Path(source, gguf_file), name)
+        _refuse_unread_settings(Path(source, gguf_file), name)
     weights: dict[str, Any] = {} if gguf_file is None else {
         "gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}  # fmt: skip
     dtype = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -236,11 +236,11 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
     return model
 
 
-def _refuse_unread_rotations(path: Path, name: str) -> None:
+def _refuse_unread_settings(path: Path, name: str) -> None:
     """Raises ModelError for a file of which transformers would make another model than it holds. What else is wrong
     with a file, transformers says itself."""
     from .gguf import ARCHITECTURES
-    from .gguf_file import FACTORS, open_gguf, partly_rotated, scaling_of
+    from .gguf_file import FACTORS, open_gguf, partly_rotated, scaling_of, unread_setting
 
     try:
         file = open_gguf(path)
@@ -254,6 +254,8 @@ def _refuse_unread_rotations(path: Path, name: str) -> None:
                          "its rotations; --quantization gguf does")  # fmt: skip
     if file.architecture in ARCHITECTURES and (reason := partly_rotated(file)) is not None:
         raise ModelError(f"model {name!r} cannot be used: {reason}, and transformers turns whole ones")
+    if file.architecture in ARCHITECTURES and (reason := unread_setting(file)) is not None:
+        raise ModelError(f"model {name!r} cannot be used: {reason} by transformers; use the model's own folder")
 
 
 def _refuse_unread_tensors(path: Path, name: str, model: Any) -> None:

@@ -232,6 +232,17 @@ def test_rotations_scaled_by_nothing_are_not_refused(tmp_path: Path):
         assert load(path, **AS_IS).model.info.vocab_size == 260
 
 
+@pytest.mark.parametrize("setting", ["attention.scale", "logit_scale", "residual_scale", "attention.clamp_kqv"])
+@pytest.mark.parametrize("quantization", ["gguf", "none"])
+def test_settings_that_nobody_reads_are_refused(quantization: Any, setting: str, tmp_path: Path):
+    path = tmp_path / "odd.gguf"
+    write_gguf(path, shape=WIDE, numbers={setting: 0.5})
+    with pytest.raises(ModelError, match=rf"setting llama\.{setting} is 0\.5, which is not read.*own folder"):
+        load(path, quantization=quantization, kernels="numba")
+    write_gguf(path, shape=WIDE, numbers={setting: 0.0})
+    assert load(path, quantization=quantization, kernels="numba").model.info.vocab_size == 260
+
+
 @pytest.mark.parametrize("name", ["blk.1.attn_q.bias", "blk.0.attn_sinks.weight", "rope_factors_long.weight"])
 def test_tensors_that_transformers_would_not_read_are_refused(name: str, tmp_path: Path):
     """Biases of a Llama, for example: it would make a model without them, and say nothing."""

@@ -10,7 +10,7 @@ from numba import njit, types
 from pilotfish.attention.vectors import VI, dot_kinds, instruction
 from pilotfish.errors import ModelError, OptionError
 from pilotfish.models.linear import PackedLinear, pack, unpack
-from pilotfish.models.options import bits_of
+from pilotfish.models.options import bits_of, name_of
 from pilotfish.models.products import GROUP, GROUPED, ROWS, tile_product
 
 KINDS = dot_kinds()
@@ -146,6 +146,10 @@ def test_threads_change_nothing() -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_the_options_own_number_for_a_file_s_bits_is_the_products() -> None:
+    assert bits_of("gguf") == GROUPED and name_of(GROUPED) == "gguf"
 
 
 def test_bad_input_is_named() -> None:

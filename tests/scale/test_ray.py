@@ -104,12 +104,8 @@ def test_two_replicas_are_nearly_twice_as_fast_as_one(client, deploy):
     one = rate(client)
     deploy(2)
     rate(client, 8)
-    two = 0.0
-    for _ in range(3):  # what else runs here only slows it down, two processes more than one
-        two = max(two, rate(client))
-        print(f"\none replica: {one:.2f} answers/s, two: {two:.2f}; {two / one:.2f} x")
-        if two >= 1.7 * one:
-            break
+    two = rate(client)
+    print(f"\none replica: {one:.2f} answers/s, two: {two:.2f}; {two / one:.2f} x")
     assert two >= 1.7 * one
 
 
