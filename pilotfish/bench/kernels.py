@@ -22,7 +22,6 @@ from ..errors import PilotfishError
 from ..models.kernels import library
 from ..models.memory import large
 from ..models.products import GROUP, GROUPED, ROWS, SCALE_BYTES, SUMS_LINE, TILE_BYTES
-from ..models.team import counters, team
 from ..native.library import Library
 
 NUM_ROWS = (1, 2, 4, 8, 16)
@@ -67,19 +66,18 @@ class Product:
 
     def run(self, native: Library, num_rows: int, num_threads: int) -> float:
         """Seconds of all copies in turn; of 0 rows: only reading the weights."""
-        phases, places = counters(self.num_copies), np.ascontiguousarray(self.matrices[:, 0])
+        places = np.ascontiguousarray(self.matrices[:, 0])
 
-        def work() -> None:  # holds the counters: a helper may come when the others are done
-            first = phases.ctypes.data
+        def work() -> None:
             if num_rows:
                 native.products(
-                    first, self.matrices.ctypes.data, self.num_copies, self.blocks.ctypes.data, num_rows, self.groups,
-                    self.tiles, self.out.ctypes.data, self.out.shape[1], 0,
+                    num_threads, self.matrices.ctypes.data, self.num_copies, self.blocks.ctypes.data, num_rows,
+                    self.groups, self.tiles, self.out.ctypes.data, self.out.shape[1], 0,
                 )  # fmt: skip
             else:
-                native.read(first, places.ctypes.data, self.num_copies, self.num_bytes)
+                native.read(num_threads, places.ctypes.data, self.num_copies, self.num_bytes)
 
-        return _seconds(lambda: team(num_threads).run(work))
+        return _seconds(work)
 
     def speed(self, num_rows: int, seconds: float) -> float:
         """Bytes a second."""

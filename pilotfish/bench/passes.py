@@ -25,7 +25,6 @@ from ..models.kernels import library
 from ..models.load import load
 from ..models.memory import large
 from ..models.quantized import QuantizedDecoder
-from ..models.team import counters, team
 from ..paged.batch import Feed, lay_out
 from ..paged.cache import KVCache
 
@@ -104,14 +103,9 @@ def _begun(model: QuantizedDecoder, context: int) -> KVCache:
 
 def _read(memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> float:
     """Seconds."""
-    phases, native = counters(_READ_PARTS), library()
-    places = memory.ctypes.data + np.arange(_READ_PARTS, dtype=np.int64) * _READ_BYTES
-
-    def work() -> None:
-        native.read(phases.ctypes.data, places.ctypes.data, _READ_PARTS, _READ_BYTES)
-
+    native, places = library(), memory.ctypes.data + np.arange(_READ_PARTS, dtype=np.int64) * _READ_BYTES
     start = perf_counter()
-    team(torch.get_num_threads()).run(work)
+    native.read(torch.get_num_threads(), places.ctypes.data, _READ_PARTS, _READ_BYTES)
     return perf_counter() - start
 
 

@@ -242,7 +242,10 @@ def warp(
     return p_NV
 
 
-def likeliest(logits_NV: Tensor) -> tuple[list[int], list[float]]:
+Likeliest = tuple[list[int], list[float]]
+
+
+def likeliest(logits_NV: Tensor) -> Likeliest:
     """Each row's argmax and its value; NaN if there is one in the row. On a CPU the lowest id wins a tie.
 
     numpy's argmax over a long row is ten times faster than torch's.

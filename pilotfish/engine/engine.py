@@ -226,7 +226,7 @@ class Engine:
         output = self.target.forward(batch, self.cache, taps=self.drafter.taps)
         ready = [(entry.request, draft) for entry, draft in zip(plan.entries, drafts, strict=True) if entry.caught_up]
         hearings = None if self.witness is None else Hearings()
-        judgements = iter(judge([r for r, _ in ready], [d for _, d in ready], output.logits_NV, hearings))
+        judgements = iter(judge([r for r, _ in ready], [d for _, d in ready], output.logits_NV, hearings, output.best))
         if not reads:
             self.controller.spent(batch.num_rows, time.perf_counter() - started)
         steps = [

@@ -15,7 +15,7 @@ from ..decoding.draft import Draft
 from ..decoding.hearing import Hearing, Witness, hear, hear_choices
 from ..decoding.noise import SeededNoise
 from ..decoding.request import Request, TokenLogprob
-from ..decoding.sampling import SamplingParams, likeliest, process, warp
+from ..decoding.sampling import Likeliest, SamplingParams, likeliest, process, warp
 from ..decoding.verify import Verdict, match, verify
 from ..errors import PilotfishError
 
@@ -28,17 +28,19 @@ def judge(
     drafts: Sequence[Draft],
     logits_NV: Tensor,
     hearings: Hearings | None = None,
+    best: Likeliest | None = None,
 ) -> list[Judgement | PilotfishError]:
     """One verdict per request, with log-probabilities where asked for.
 
     logits_NV: the rows of all requests end to end, ``len(draft) + 1`` each. A request whose law is broken (NaN from
     the model) gets an error instead; the others are not touched.
+    best: `likeliest` of the logits, if it is known.
     hearings: if given, gets what each verdict was based on, by the request's id.
     """
     greedy_rows: list[int] = []
     greedy_values: list[float] = []
     if any(_plainly_greedy(request) for request in requests):
-        greedy_rows, greedy_values = likeliest(logits_NV)
+        greedy_rows, greedy_values = likeliest(logits_NV) if best is None else best
     results: list[Judgement | PilotfishError] = []
     start = 0
     for request, draft in zip(requests, drafts, strict=True):
@@ -53,7 +55,7 @@ def judge(
         else:
             results.append(_judge_one(request, draft, logits_NV[start:stop], hearings))
         start = stop
-    assert start == len(logits_NV), "one row per pending token and node"
+    assert start == len(greedy_rows or logits_NV), "one row per pending token and node"
     return results
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ..decoding.sampling import Likeliest
     from ..paged.batch import Batch
     from ..paged.cache import KVCache, LayerShape
 
@@ -60,10 +61,12 @@ class ModelInfo:
 
 @dataclass(slots=True)
 class ModelOutput:
-    """logits_NV: one row per wanted row of the batch. taps: {layer: [T, hidden]}, the states that leave that layer."""
+    """logits_NV: one row per wanted row of the batch. taps: {layer: [T, hidden]}, the states that leave that layer.
+    best: what `likeliest` says of logits_NV, from a model that found it on its way."""
 
     logits_NV: Tensor
     taps: Mapping[int, Tensor] = field(default_factory=dict)
+    best: Likeliest | None = None
 
 
 @dataclass(frozen=True, slots=True)

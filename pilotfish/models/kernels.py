@@ -20,15 +20,15 @@ from ..native.library import Library, Table
 from . import loops
 from .disk_cache import cache_folder, prepared
 from .options import KERNELS
-from .team import team
+from .team import counters, team
 
 LOG = "kernels.log"
 Run = Callable[..., None]
 
 
 def runner(kernels: str) -> Run:
-    """What runs one pass, given its number of threads and the arguments of `loops.run_pass`. Raises ModelError if
-    kernels is ``native`` and they cannot be built or loaded."""
+    """What runs one pass, given its numbers of threads and phases and the other arguments of `loops.run_pass`. Raises
+    ModelError if kernels is ``native`` and they cannot be built or loaded."""
     native = chosen(kernels)
     return _run_numba if native is None else functools.partial(_run_native, native)
 
@@ -92,16 +92,13 @@ def built(kind: str) -> Path:
         raise ModelError(f"{error}; what it said is in {log}") from error
 
 
-def _run_numba(num_threads: int, *args: Any) -> None:
-    team(num_threads).run(loops.run_pass, *args)
+def _run_numba(num_threads: int, num_phases: int, *args: Any) -> None:
+    team(num_threads).run(loops.run_pass, counters(num_phases), *args)
 
 
-def _run_native(native: Library, num_threads: int, *args: Any) -> None:
-    team(num_threads).run(functools.partial(_call, native.run_pass), Table(*args))
-
-
-def _call(function: Any, table: Table) -> None:
-    function(table.address)
+def _run_native(native: Library, num_threads: int, num_phases: int, *args: Any) -> None:
+    table = Table(*args)  # an address keeps nothing alive
+    native.run_pass(table.address, num_threads, num_phases)
 
 
 @functools.cache

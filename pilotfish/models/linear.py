@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..attention.vectors import compiled
 from ..errors import ModelError
-from ..native.library import Library
 from .four_bits import LARGEST, fit
 from .kernels import chosen
 from .products import (
@@ -224,22 +223,16 @@ class PackedLinear:
         data = np.empty(blocked * width, np.int8)
         scales, sums = np.empty(blocked * groups, np.float32), np.empty(blocked * groups * SUMS_LINE // ROWS, np.uint8)
         matrix = np.array(packed.matrix())
-        arrays = (counters(2), padded, data, scales, sums, matrix, out)
+        num_threads = torch.get_num_threads()
         if self._native is None:
-            team(torch.get_num_threads()).run(_multiply, *arrays)
+            team(num_threads).run(_multiply, counters(2), padded, data, scales, sums, matrix, out)
         else:
             blocks = np.array([part.ctypes.data for part in (data, scales, sums)], np.int64)
-            team(torch.get_num_threads()).run(_multiply_native, self._native, blocks, *arrays)
+            self._native.linear(
+                num_threads, padded.ctypes.data, rows, groups, blocks.ctypes.data, matrix.ctypes.data,
+                packed.num_tiles, out.ctypes.data,
+            )  # fmt: skip
         return torch.from_numpy(out[:, : packed.outputs])
-
-
-def _multiply_native(native: Library, blocks: Array, phases: Array, x: Array, *arrays: Array) -> None:
-    """As `_multiply`. It holds all that it names: a thread may come late, and still looks at the counters."""
-    *_, matrix, out = arrays
-    native.linear(
-        phases.ctypes.data, x.ctypes.data, x.shape[0], x.shape[1] // GROUP, blocks.ctypes.data, matrix.ctypes.data,
-        out.shape[1] // 16, out.ctypes.data,
-    )  # fmt: skip
 
 
 @compiled

@@ -25,7 +25,7 @@ NORM_1, NORM_2, POST_1, POST_2, Q_NORM, K_NORM, KEYS, VALUES, WINDOW, ROPE, TAP,
 NUM_COLUMNS = 28
 # Entries of `sizes`.
 HIDDEN, NUM_HEADS, NUM_KEY_HEADS, DIM, INTERMEDIATE, VOCAB, GELU, SCRATCH_BYTES, JOINED = range(9)
-PHASES_A_LAYER, OTHER_PHASES = 10, 5
+PHASES_A_LAYER, OTHER_PHASES = 10, 6
 ROWS_A_GROUP = 16  # that one job of attention takes along a block of keys
 _TILES_A_JOB = 4
 _ACTIVATION_GROUPS_A_JOB = 16
@@ -36,8 +36,9 @@ _ACTIVATION_GROUPS_A_JOB = 16
 # `b` is the table of buffers (addresses; `quantized` lays it out); a buffer's rows lie `stride` floats apart.
 
 X, NORMED, BYTES, SCALES, SUMS, WIDE, QUERIES, ATTENDED, ACTIVE, PARTS, LOGITS, SCRATCH, COSINES, SINES = range(14)
-STATES, EMBEDDED = COSINES + 4, COSINES + 5  # cosines and sines come in pairs, one per rotation table: Gemma 3 has two
-NUM_BUFFERS = EMBEDDED + 1
+# Cosines and sines come in pairs, one per rotation table: Gemma 3 has two.
+STATES, EMBEDDED, BEST = range(COSINES + 4, COSINES + 7)
+NUM_BUFFERS = BEST + 1
 
 
 @compiled

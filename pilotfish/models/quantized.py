@@ -21,17 +21,17 @@ from torch import Tensor
 
 from ..attention.compiled import BLOCK
 from ..attention.vectors import DOT_KIND
+from ..native.library import no_best
 from ..paged.batch import Batch
 from ..paged.cache import KVCache
 from . import loops
 from .base import Ends, ModelInfo, ModelOutput
 from .decoder import chosen_layers
-from .kernels import runner
+from .kernels import chosen, runner
 from .linear import Array, pick_rows, unpack_rows
 from .options import name_of
 from .products import GROUP, ROWS, SUMS_LINE
 from .quantize import Quantised
-from .team import counters
 
 _ROWS_AT_ONCE = 256  # longer batches go through in parts: same bits, bounded memory
 _FEW_ROWS = 16  # up to here, blocks of keys are shared out among the threads
@@ -58,6 +58,7 @@ class QuantizedDecoder:
     def __init__(self, quantised: Quantised, name: str, *, joined: int = 0, kernels: str = "auto"):
         self.quantised = quantised
         self._runner = runner(kernels)
+        self._finds_best = chosen(kernels) is not None
         origin, facts = quantised.origin, quantised.origin.architecture
         self.architecture = facts
         self.info = ModelInfo(
@@ -84,6 +85,7 @@ class QuantizedDecoder:
         self._factors = np.array([facts.norm_epsilon, facts.attention_scale, facts.embedding_scale], np.float32)
         self._ends = np.array([self._matrix("embedding"), self._matrix(self._head_name),
                                [arrays["norm"].ctypes.data, 0, 0, 0]], np.int64)  # fmt: skip
+        self._all_layers: Sequence[int] = range(facts.num_layers)
         self._layers = np.array([self._layer(i) for i in range(facts.num_layers)], np.int64)
         self._head: tuple[Array, ...] = ()
         self._tables: WeakKeyDictionary[KVCache, Array] = WeakKeyDictionary()
@@ -118,13 +120,18 @@ class QuantizedDecoder:
     ) -> ModelOutput:
         assert (starts is not None) == bool(self._sizes[loops.JOINED])
         facts, rows = self.architecture, _Rows(batch)
-        running = chosen_layers(facts.num_layers, taps, layers)
+        running = chosen_layers(facts.num_layers, taps, layers) if taps or layers is not None else self._all_layers
         table = self._table(cache)
         if layers is not None:
             table = table[list(layers)]
-        self._grow_turns(int(rows.positions.max()) + 1)
+        self._grow_turns(max(batch.positions) + 1)
         tapped = {layer: torch.empty(batch.num_rows, facts.hidden_size) for layer in taps}
         logits = np.empty((len(rows.wanted), stride_of(self.num_logits)), np.float32)
+        # Made before the pass, which leaves nothing of torch in the cache: afterwards it takes twenty times as long.
+        output = ModelOutput(torch.from_numpy(logits[:, : self.num_logits]), tapped)
+        best = None
+        if self._finds_best and batch.num_rows <= _ROWS_AT_ONCE:
+            best = no_best(torch.get_num_threads(), len(rows.wanted))
         num_phases = loops.PHASES_A_LAYER * len(running) + loops.OTHER_PHASES
         for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
             stop = min(start + _ROWS_AT_ONCE, batch.num_rows)
@@ -132,8 +139,10 @@ class QuantizedDecoder:
                 table = table.copy()
                 for layer, states in tapped.items():
                     table[running.index(layer), loops.TAP] = states[start:].data_ptr()
-            self._run(rows, start, stop, table, logits, num_phases, starts)
-        return ModelOutput(torch.from_numpy(logits[:, : self.num_logits]), tapped)
+            self._run(rows, start, stop, table, logits, num_phases, starts, best)
+        if best is not None:
+            output.best = best["id"][0].tolist(), best["value"][0].tolist()
+        return output
 
     @property
     def num_logits(self) -> int:
@@ -175,6 +184,7 @@ class QuantizedDecoder:
         logits: Array,
         num_phases: int,
         starts: tuple[Tensor, Tensor] | None,
+        best: Array | None,
     ) -> None:
         """The rows start..stop-1 of a batch, all layers."""
         facts, wanted, first = self.architecture, rows.wanted, 0
@@ -183,7 +193,8 @@ class QuantizedDecoder:
             wanted = wanted[first : int(np.searchsorted(wanted, stop))] - start
         groups, num_blocks = rows.groups(start, stop)
         num_splits = num_blocks if stop - start <= _FEW_ROWS else 1
-        addresses = self._workspace(stop - start).copy()
+        num_threads = torch.get_num_threads() if best is None else len(best)
+        addresses = self._workspace(stop - start, num_threads).copy()
         keep = None
         if num_splits > 1:
             keep = np.empty((stop - start) * facts.num_heads * num_splits * (facts.head_dim + 2), np.float32)
@@ -196,9 +207,10 @@ class QuantizedDecoder:
             addresses[loops.COSINES + 2 * i] = cosines.ctypes.data
             addresses[loops.SINES + 2 * i] = sines.ctypes.data
         cut = slice(start, stop)
+        addresses[loops.BEST] = 0 if best is None else best.ctypes.data
         self._runner(
-            torch.get_num_threads(),
-            counters(num_phases),
+            num_threads,
+            num_phases,
             addresses,
             self._sizes,
             table,
@@ -252,10 +264,10 @@ class QuantizedDecoder:
             self._turns.append(((angles.cos() * scale).numpy(), (angles.sin() * scale).numpy()))
         self._num_positions = count
 
-    def _workspace(self, num_rows: int) -> Array:
-        """Addresses of buffers for at least this many rows; padding in them is zero and stays so."""
+    def _workspace(self, num_rows: int, num_threads: int) -> Array:
+        """Addresses of buffers for at least this many rows; padding in them is zero and stays so. num_threads: may
+        change from pass to pass, and each needs its own scratch memory."""
         size = _FEW_ROWS if num_rows <= _FEW_ROWS else _ROWS_AT_ONCE
-        num_threads = torch.get_num_threads()  # may change at any time, and each needs its own scratch memory
         if (size, num_threads) not in self._buffers:
             facts = self.architecture
             hidden, heads, inner = facts.hidden_size, facts.num_heads * facts.head_dim, facts.intermediate_size
@@ -300,8 +312,8 @@ class _Rows:
     """A batch as the compiled loops want it: int64 arrays, a line per row."""
 
     def __init__(self, batch: Batch):
-        self.tokens, self.positions = batch.tokens_T.numpy(), batch.positions_T.numpy()
-        self.wanted, self.slots = batch.wanted_N.numpy(), _array(batch.slots_T)
+        self.tokens, self.positions = np.array(batch.tokens, np.int64), np.array(batch.positions, np.int64)
+        self.wanted, self.slots = np.array(batch.wanted, np.int64), _array(batch.slots)
         self.prefixes, self.bits = np.empty(batch.num_rows, np.int64), np.zeros(batch.num_rows, np.int64)
         self.spans: list[tuple[int, int, int]] = []  # first row, end, start in the slot table
         tables: list[Array] = []
@@ -314,7 +326,7 @@ class _Rows:
             self.prefixes[middle : span.stop] = trunk_end
             for i, bits in enumerate(feed.ancestors):
                 self.bits[middle + i] = bits - (1 << 64) if bits >> 63 else bits
-            slots = _array(span.key_slots)
+            slots = _array(span.slots)
             tables.append(slots)
             self.spans.append((span.start, span.stop, begin))
             begin += len(slots)
@@ -333,8 +345,6 @@ class _Rows:
         return np.array(lines, np.int64), max(line[3] for line in lines)
 
 
-def _array(index: slice | Tensor) -> Array:
-    if isinstance(index, slice):
-        return np.arange(index.start, index.stop)
-    array: Array = index.numpy()
-    return array
+def _array(slots: range | list[int]) -> Array:
+    """A long range is read a number at a time otherwise."""
+    return np.arange(slots.start, slots.stop) if isinstance(slots, range) else np.array(slots, np.int64)

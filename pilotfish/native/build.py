@@ -20,7 +20,8 @@ LIBRARY = "kernels.so"
 _COMPILERS = ("c++", "g++", "clang++")
 # -ffp-contract=off: a product and a sum stay two roundings unless written as one. Never -ffast-math: it would let a
 # row's result depend on how many rows there are.
-_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-w")
+_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-w",
+          "-ffp-contract=off", "-fno-math-errno")  # fmt: skip
 _SECONDS = 600
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 KINDS: Mapping[str, tuple[str, ...]] = {  # fastest first

@@ -13,9 +13,19 @@ import numpy as np
 from ..errors import ModelError
 
 Array = np.ndarray[Any, Any]
+BEST = np.dtype({"names": ["id", "value"], "formats": ["i8", "f4"], "itemsize": 16})  # of a row of logits
+
+
+def no_best(*shape: int) -> Array:
+    """Nothing looked at yet."""
+    best = np.zeros(shape, BEST)
+    best["id"] = -1
+    return best
+
+
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "run_pass": (_POINTER,),
+    "run_pass": (_POINTER, _INT, _INT),
     "attend": (_POINTER,),
     "products": (_INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT, _POINTER, _INT, _INT),
     "linear": (_INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER),
@@ -23,6 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "normalise": (_POINTER, _POINTER, _INT, _FLOAT, _POINTER),
     "rotate": (_POINTER, _POINTER, _POINTER, _INT, _POINTER),
     "activate": (_INT, _POINTER, _POINTER, _POINTER, _INT),
+    "find_best": (_POINTER, _INT, _INT, _POINTER, _INT),
     "unpack_bytes": (_POINTER, _INT, _FLOAT, _INT, _POINTER),
     "unpack_groups": (_POINTER, _POINTER, _INT, _FLOAT, _INT, _POINTER),
     "read": (_INT, _POINTER, _INT, _INT),
@@ -30,11 +41,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Table:
-    """The arguments of one pass as the library wants them, in the order of `loops.run_pass`. Whoever holds it holds the
-    arrays too: a thread that comes late still reads them, and finds all jobs done."""
+    """The arguments of one pass as the library wants them, in the order of `loops.run_pass`, and the arrays they lie
+    in. phases: counters, for parts that are called alone; a whole pass brings its own."""
 
-    def __init__(self, phases: Array, b: Array, sizes: Array, layers: Array, ends: Array, factors: Array,
-                 batch: tuple[Array, ...], rows: tuple[Array, ...], num_splits: int):  # fmt: skip
+    def __init__(self, b: Array, sizes: Array, layers: Array, ends: Array, factors: Array,
+                 batch: tuple[Array, ...], rows: tuple[Array, ...], num_splits: int,
+                 phases: Array | None = None):  # fmt: skip
         tokens, positions, slots, wanted, groups = batch
         prefixes, bits, slot_table = rows
         assert layers.dtype == np.int64 and factors.dtype == np.float32
@@ -45,8 +57,9 @@ class Table:
         for part in parts:
             places.append(places[-1] + 8 * len(part))
         self._arrays = (phases, b, sizes, layers, ends, factors, ints)
+        counters = 0 if phases is None else phases.ctypes.data
         self._table = np.array(
-            [*(a.ctypes.data for a in (phases, b, sizes, layers)), len(layers), ends.ctypes.data, factors.ctypes.data,
+            [counters, *(a.ctypes.data for a in (b, sizes, layers)), len(layers), ends.ctypes.data, factors.ctypes.data,
              *places[:4], len(wanted), places[4], len(groups), *places[5:8], num_splits, len(tokens)],
             np.int64)  # fmt: skip
 
@@ -64,7 +77,7 @@ class Library:
             name = self._handle.pf_kind
             for function, arguments in _SIGNATURES.items():
                 found = getattr(self._handle, f"pf_{function}")
-                found.argtypes, found.restype = arguments, _INT if function == "read" else None
+                found.argtypes, found.restype = arguments, None
                 setattr(self, function, found)
         except (OSError, AttributeError) as error:
             raise ModelError(

@@ -3,17 +3,18 @@
 // It does not know files, requests or Python. The one trick: the same tables, buffers and phases as loops.py, and the
 // same roundings, so both give the same bits, and the tables below are the only thing they must agree on.
 #include "attention.h"
+#include "crew.h"
 #include "products.h"
 #include "rows.h"
-#include "team.h"
 
 // -- tables, as loops.py has them ----------------------------------------------------------------------------------
 
 enum Column { QKV = 0, OUT = 4, GATE_UP = 8, DOWN = 12, NORM_1 = 16, NORM_2, POST_1, POST_2, Q_NORM, K_NORM, KEYS,
               VALUES, WINDOW, ROPE, TAP, EMBEDDING_NORM, NUM_COLUMNS };
-enum Size { HIDDEN, NUM_HEADS, NUM_KEY_HEADS, DIM, INTERMEDIATE, VOCAB, GELU, SCRATCH_BYTES, JOINED };
+enum Size { HIDDEN, NUM_HEADS, NUM_KEY_HEADS, DIM, INTERMEDIATE, VOCAB, GELU, SCRATCH_BYTES, JOINED, NUM_SIZES };
 enum Buffer { X, NORMED, BYTES, SCALES, SUMS, WIDE, QUERIES, ATTENDED, ACTIVE, PARTS, LOGITS, SCRATCH, COSINES, SINES,
-              STATES = COSINES + 4, EMBEDDED };
+              STATES = COSINES + 4, EMBEDDED, BEST, NUM_BUFFERS };
+constexpr i64 NUM_ENDS = 9, NUM_FACTORS = 3;  // of `ends` and `factors`
 constexpr i64 ACTIVATION_GROUPS_A_JOB = 16, MOST_AHEAD = 1 << 18;
 
 struct Table {  // int64 each, as library.py fills it
@@ -27,14 +28,14 @@ struct Table {  // int64 each, as library.py fills it
     const i64 *groups;
     i64 num_groups;
     const i64 *prefixes, *bits, *slot_table;
-    i64 num_splits, num_rows;
+    i64 num_splits, num_rows, num_threads;
 };
 
 INLINE i64 groups_of(i64 width) { return (width + GROUP - 1) / GROUP; }
 INLINE i64 stride_of(i64 width) { return groups_of(width) * GROUP + 16; }
 
 struct Pass : Table {
-    i64 phase;
+    i64 phase, number;  // of this thread
     char *scratch;
     Ahead ahead = {nullptr, nullptr};
     i64 hidden, dim, heads, key_heads, inner;
@@ -45,7 +46,8 @@ struct Pass : Table {
         hidden = sizes[HIDDEN], dim = sizes[DIM], heads = sizes[NUM_HEADS], key_heads = sizes[NUM_KEY_HEADS];
         inner = sizes[INTERMEDIATE], epsilon = factors[0];
         blocks = {b[BYTES], b[SCALES], b[SUMS]};
-        scratch = (char *)(b[SCRATCH] + take(phase) * sizes[SCRATCH_BYTES]);  // the first counter numbers the threads
+        number = take(phase);  // the first counter numbers the threads
+        scratch = (char *)(b[SCRATCH] + number * sizes[SCRATCH_BYTES]);
         phase = finish(phase, 0, 0, &ahead);
     }
 
@@ -65,12 +67,17 @@ struct Pass : Table {
         ahead.stop = ahead.next + (bytes < MOST_AHEAD ? bytes : MOST_AHEAD);
     }
 
-    void product(const i64 *matrix, i64 rows, i64 inputs, i64 outputs, float *out, i64 stride, bool add_to) {
+    template <class Look>
+    void product(const i64 *matrix, i64 rows, i64 inputs, i64 outputs, float *out, i64 stride, bool add_to, Look look) {
         const Matrix w = {matrix[0], matrix[1], matrix[2], matrix[3]};
         i64 num_groups = groups_of(inputs), num_tiles = (outputs + 15) / 16;
         ahead.stop = ahead.next;
-        i64 num_done = multiply(phase, w, blocks, rows, num_groups, num_tiles, out, stride, add_to);
+        i64 num_done = multiply(phase, w, blocks, rows, num_groups, num_tiles, out, stride, add_to, look);
         phase = finish(phase, num_product_jobs(w.kind, num_groups, num_tiles), num_done, &ahead);
+    }
+
+    void product(const i64 *matrix, i64 rows, i64 inputs, i64 outputs, float *out, i64 stride, bool add_to) {
+        product(matrix, rows, inputs, outputs, out, stride, add_to, [](i64, i64) {});
     }
 
     void embed() {
@@ -272,7 +279,17 @@ struct Pass : Table {
             normalise(row_of(X, wanted[place], hidden), (const float *)ends[8], hidden / 16, epsilon, normed);
             quantise_row(normed, place, 0, groups_of(hidden), groups_of(hidden), blocks);
         });
-        product(head, num_wanted, hidden, sizes[VOCAB], (float *)b[LOGITS], stride_of(sizes[VOCAB]), false);
+        i64 vocab = sizes[VOCAB], stride = stride_of(vocab);
+        float *logits = (float *)b[LOGITS];
+        if (!b[BEST]) return product(head, num_wanted, hidden, vocab, logits, stride, false);
+        Best *best = (Best *)b[BEST], *mine = best + number * num_wanted;
+        product(head, num_wanted, hidden, vocab, logits, stride, false, [&](i64 first, i64 stop) {
+            for (i64 row = 0; row < num_wanted; row++)
+                look_for_best(logits + row * stride, first, stop < vocab ? stop : vocab, mine + row);
+        });
+        each(num_wanted, [&](i64 row) {
+            for (i64 other = 1; other < num_threads; other++) keep_better(best[other * num_wanted + row], best + row);
+        });
     }
 
     void run() {
@@ -291,12 +308,49 @@ struct Pass : Table {
     }
 };
 
+static i64 sum_of_bytes(const char *memory, i64 size) {
+    I sums[4] = {zeros(), zeros(), zeros(), zeros()};
+    for (i64 place = 0; place + 256 <= size; place += 256)
+        for (int i = 0; i < 4; i++)
+            sums[i] = dot<4>(sums[i], load_int(memory + place + 64 * i), splat_int(0x01010101));
+    int32_t words[64];
+    memcpy(words, sums, sizeof words);
+    i64 result = 0;
+    for (int32_t word : words) result += word;
+    return result;
+}
+
 // -- what Python calls ---------------------------------------------------------------------------------------------
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT const char *pf_kind() { return KIND; }
-EXPORT void pf_run_pass(const Table *table) { Pass(*table).run(); }
+// The table and the small arrays it points to, copied: a thread that comes late reads them when Python's are gone.
+EXPORT void pf_run_pass(const Table *given, i64 num_threads, i64 num_phases) {
+    Body body = [](i64 phase, const i64 *words) {
+        Table table = *(const Table *)words;
+        table.phases = phase;
+        Pass(table).run();
+    };
+    crew().run(num_threads, num_phases, body, [&](std::vector<i64> &words) {
+        constexpr i64 own = sizeof(Table) / 8, num_factors = (NUM_FACTORS + 1) / 2;
+        i64 num_columns = given->num_layers * NUM_COLUMNS;
+        words.resize(own + NUM_BUFFERS + NUM_SIZES + num_columns + NUM_ENDS + num_factors);
+        Table *table = (Table *)words.data();
+        *table = *given;
+        table->num_threads = num_threads;
+        i64 *to = words.data() + own;
+        auto keep = [&](const void *from, i64 num_words, i64 num_bytes) {
+            memcpy(to, from, num_bytes);
+            return (to += num_words) - num_words;
+        };
+        table->b = keep(given->b, NUM_BUFFERS, NUM_BUFFERS * 8);
+        table->sizes = keep(given->sizes, NUM_SIZES, NUM_SIZES * 8);
+        table->layers = keep(given->layers, num_columns, num_columns * 8);
+        table->ends = keep(given->ends, NUM_ENDS, NUM_ENDS * 8);
+        table->factors = (const float *)keep(given->factors, num_factors, NUM_FACTORS * 4);
+    });
+}
 
 // The parts, for tests and measurements.
 EXPORT void pf_attend(const Table *table) {
@@ -304,27 +358,52 @@ EXPORT void pf_attend(const Table *table) {
     pass.attend(pass.layers);
     pass.gather();
 }
-// Rows times one matrix after the other, as a pass does it; out is that of the last one.
-EXPORT void pf_products(i64 phase, const i64 *matrices, i64 num_matrices, const i64 *blocks, i64 num_rows,
-                        i64 num_groups, i64 num_tiles, float *out, i64 stride, i64 add_to) {
-    const Blocks rows = {blocks[0], blocks[1], blocks[2]};
+
+struct Chain { i64 rows, num_rows, num_groups, num_tiles, out, stride, add_to, num_matrices; Blocks blocks; };
+
+static i64 multiply_chain(i64 phase, const Chain &chain, const i64 *matrices) {
     Ahead ahead = {nullptr, nullptr};
-    for (i64 number = 0; number < num_matrices; number++, matrices += 4) {
+    for (i64 number = 0; number < chain.num_matrices; number++, matrices += 4) {
         const Matrix w = {matrices[0], matrices[1], matrices[2], matrices[3]};
-        i64 num_done = multiply(phase, w, rows, num_rows, num_groups, num_tiles, out, stride, add_to != 0);
-        phase = finish(phase, num_product_jobs(w.kind, num_groups, num_tiles), num_done, &ahead);
+        i64 num_done = multiply(phase, w, chain.blocks, chain.num_rows, chain.num_groups, chain.num_tiles,
+                                (float *)chain.out, chain.stride, chain.add_to != 0, [](i64, i64) {});
+        phase = finish(phase, num_product_jobs(w.kind, chain.num_groups, chain.num_tiles), num_done, &ahead);
     }
+    return phase;
+}
+
+static void run_chain(i64 num_threads, i64 num_phases, const Chain &chain, const i64 *matrices, Body body) {
+    crew().run(num_threads, num_phases, body, [&](std::vector<i64> &words) {
+        words.resize(sizeof chain / 8 + 4 * chain.num_matrices);
+        memcpy(words.data(), &chain, sizeof chain);
+        memcpy(words.data() + sizeof chain / 8, matrices, 32 * chain.num_matrices);
+    });
+}
+
+// Quantised rows times one matrix after the other, as a pass does it; out is that of the last one.
+EXPORT void pf_products(i64 num_threads, const i64 *matrices, i64 num_matrices, const i64 *blocks, i64 num_rows,
+                        i64 num_groups, i64 num_tiles, float *out, i64 stride, i64 add_to) {
+    const Chain chain = {0, num_rows, num_groups, num_tiles, (i64)out, stride, add_to, num_matrices,
+                         {blocks[0], blocks[1], blocks[2]}};
+    run_chain(num_threads, num_matrices, chain, matrices, [](i64 phase, const i64 *words) {
+        multiply_chain(phase, *(const Chain *)words, words + sizeof(Chain) / 8);
+    });
 }
 // A layer that stands alone: rows of floats, quantised and multiplied.
-EXPORT void pf_linear(i64 phase, const float *rows, i64 num_rows, i64 num_groups, const i64 *blocks, const i64 *matrix,
-                      i64 num_tiles, float *out) {
-    const Blocks to = {blocks[0], blocks[1], blocks[2]};
-    Ahead ahead = {nullptr, nullptr};
-    i64 num_done = 0;
-    for (i64 row; (row = take(phase)) < num_rows; num_done++)
-        quantise_row(rows + row * num_groups * GROUP, row, 0, num_groups, num_groups, to);
-    phase = finish(phase, num_rows, num_done, &ahead);
-    pf_products(phase, matrix, 1, blocks, num_rows, num_groups, num_tiles, out, num_tiles * 16, 0);
+EXPORT void pf_linear(i64 num_threads, const float *rows, i64 num_rows, i64 num_groups, const i64 *blocks,
+                      const i64 *matrix, i64 num_tiles, float *out) {
+    const Chain chain = {(i64)rows, num_rows, num_groups, num_tiles, (i64)out, num_tiles * 16, 0, 1,
+                         {blocks[0], blocks[1], blocks[2]}};
+    run_chain(num_threads, 2, chain, matrix, [](i64 phase, const i64 *words) {
+        const Chain &chain = *(const Chain *)words;
+        Ahead ahead = {nullptr, nullptr};
+        i64 num_done = 0;
+        for (i64 row; (row = take(phase)) < chain.num_rows; num_done++)
+            quantise_row((const float *)chain.rows + row * chain.num_groups * GROUP, row, 0, chain.num_groups,
+                         chain.num_groups, chain.blocks);
+        phase = finish(phase, chain.num_rows, num_done, &ahead);
+        multiply_chain(phase, chain, words + sizeof chain / 8);
+    });
 }
 EXPORT void pf_quantise_row(const float *values, i64 row, i64 num_groups, const i64 *blocks) {
     quantise_row(values, row, 0, num_groups, num_groups, {blocks[0], blocks[1], blocks[2]});
@@ -338,6 +417,12 @@ EXPORT void pf_rotate(const float *row, const float *cosines, const float *sines
 EXPORT void pf_activate(i64 is_gelu, const float *gate, const float *up, float *out, i64 width) {
     (is_gelu ? gelu : silu)(gate, up, out, width);
 }
+// A row's pieces in turn by so many threads; best: one for each, and the row's is left in the first.
+EXPORT void pf_find_best(const float *row, i64 num, i64 piece, Best *best, i64 num_threads) {
+    for (i64 first = 0; first < num; first += piece)
+        look_for_best(row, first, first + piece < num ? first + piece : num, best + first / piece % num_threads);
+    for (i64 other = 1; other < num_threads; other++) keep_better(best[other], best);
+}
 EXPORT void pf_unpack_bytes(const uint8_t *tile, i64 lane, float scale, i64 width, float *out) {
     unpack_bytes(tile, lane, scale, width, out);
 }
@@ -345,23 +430,24 @@ EXPORT void pf_unpack_groups(const uint8_t *tile, const uint16_t *scales, i64 la
     unpack_groups(tile, scales, lane, factor, width, out);
 }
 // The same bytes only read, as fast as they come: what products are measured against.
-EXPORT i64 pf_read(i64 phase, const i64 *memories, i64 num_memories, i64 num_bytes) {
-    i64 num_jobs = (num_bytes + JOB_BYTES - 1) / JOB_BYTES, result = 0;
-    Ahead ahead = {nullptr, nullptr};
-    for (i64 number = 0; number < num_memories; number++) {
-        i64 num_done = 0;
-        for (i64 job; (job = take(phase)) < num_jobs; num_done++) {
-            const char *memory = (const char *)memories[number] + job * JOB_BYTES;
-            i64 size = num_bytes - job * JOB_BYTES < JOB_BYTES ? num_bytes - job * JOB_BYTES : JOB_BYTES;
-            I sums[4] = {zeros(), zeros(), zeros(), zeros()};
-            for (i64 place = 0; place + 256 <= size; place += 256)
-                for (int i = 0; i < 4; i++)
-                    sums[i] = dot<4>(sums[i], load_int(memory + place + 64 * i), splat_int(0x01010101));
-            int32_t words[64];
-            memcpy(words, sums, sizeof words);
-            for (int32_t word : words) result += word;
+EXPORT void pf_read(i64 num_threads, const i64 *memories, i64 num_memories, i64 num_bytes) {
+    Body body = [](i64 phase, const i64 *words) {
+        i64 num_bytes = words[0], num_jobs = (num_bytes + JOB_BYTES - 1) / JOB_BYTES, result = 0;
+        Ahead ahead = {nullptr, nullptr};
+        for (i64 number = 2; number < 2 + words[1]; number++) {
+            i64 num_done = 0;
+            for (i64 job; (job = take(phase)) < num_jobs; num_done++) {
+                const char *memory = (const char *)words[number] + job * JOB_BYTES;
+                i64 size = num_bytes - job * JOB_BYTES < JOB_BYTES ? num_bytes - job * JOB_BYTES : JOB_BYTES;
+                result += sum_of_bytes(memory, size);
+            }
+            phase = finish(phase, num_jobs, num_done, &ahead);
         }
-        phase = finish(phase, num_jobs, num_done, &ahead);
-    }
-    return result;
+        static volatile i64 sink;  // or the compiler would read nothing
+        sink = result;
+    };
+    crew().run(num_threads, num_memories, body, [&](std::vector<i64> &words) {
+        words.assign({num_bytes, num_memories});
+        words.insert(words.end(), memories, memories + num_memories);
+    });
 }

@@ -127,9 +127,10 @@ INLINE i64 num_product_jobs(i64 kind, i64 num_groups, i64 num_tiles) {
 }
 
 // Take jobs of a phase until there are none; returns how many this thread did. Each takes the number of its next job
-// before it does one: so it knows what to ask memory for.
+// before it does one: so it knows what to ask memory for. look(first, stop): is told which outputs were just written.
+template <class Look>
 static i64 multiply(i64 phase, const Matrix &w, const Blocks &rows, i64 num_rows, i64 num_groups, i64 num_tiles,
-                    float *out, i64 stride, bool add_to) {
+                    float *out, i64 stride, bool add_to, Look look) {
     i64 tiles = tiles_a_job(w.kind, num_groups, num_tiles);
     i64 num_jobs = num_product_jobs(w.kind, num_groups, num_tiles), num_done = 0;
     for (i64 job = take(phase), next; job < num_jobs; job = next, num_done++) {
@@ -138,6 +139,7 @@ static i64 multiply(i64 phase, const Matrix &w, const Blocks &rows, i64 num_rows
         for (i64 tile = job * tiles; tile < stop; tile++)
             multiply_tile(w, tile, tile + 1 < stop || next >= num_jobs ? tile + 1 : next * tiles, rows, num_rows,
                           num_groups, out, stride, add_to);
+        look(job * tiles * 16, stop * 16);
     }
     return num_done;
 }

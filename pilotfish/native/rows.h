@@ -64,3 +64,29 @@ static void unpack_groups(const uint8_t *tile, const uint16_t *scales, i64 lane,
         unpack_bytes(tile + part * 256, lane, all[lane] * factor, 1, out + part * 16);
     }
 }
+
+struct Best { i64 id; float value; };  // of a row of logits; id < 0: nothing was looked at yet
+
+// The first of the largest, or the first NaN if there is one, as numpy's argmax says it.
+INLINE bool is_better(float value, const Best &than) {
+    return than.id < 0 || value > than.value || (value != value && than.value == than.value);
+}
+
+// Numbers first..stop-1 of a row, after all that were looked at before.
+static void look_for_best(const float *row, i64 first, i64 stop, Best *best) {
+    F most = splat(row[first]);
+    i64 i = first;
+    for (; i + 16 <= stop; i += 16) most = largest(most, load(row + i));
+    float top = largest_lane(most);
+    for (; i < stop; i++) top = row[i] != row[i] || row[i] > top ? row[i] : top;
+    if (!is_better(top, *best)) return;
+    for (i = first; !(row[i] == top || (top != top && row[i] != row[i]));) i++;
+    *best = {i, top};
+}
+
+// Which of two threads' is the row's: of equals the lower id, for each thread saw its ids in their order.
+INLINE void keep_better(const Best &other, Best *best) {
+    if (other.id < 0) return;
+    bool same = other.value == best->value || (other.value != other.value && best->value != best->value);
+    if (is_better(other.value, *best) || (same && other.id < best->id)) *best = other;
+}

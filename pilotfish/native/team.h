@@ -12,7 +12,7 @@ struct Ahead { const char *next, *stop; };
 
 INLINE i64 take(i64 phase) { return __atomic_fetch_add((i64 *)phase, 1, __ATOMIC_ACQ_REL); }
 
-INLINE void pause() {
+INLINE void breathe() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
@@ -27,7 +27,7 @@ static i64 finish(i64 phase, i64 num_jobs, i64 num_done, Ahead *ahead) {
             for (int line = 0; line < 4; line++) __builtin_prefetch(ahead->next + 64 * line, 0, 2);
             ahead->next += 256;
         } else {
-            pause();
+            breathe();
         }
         if (looks % PATIENCE == 0) sched_yield();
     }

@@ -1,4 +1,5 @@
-"""Batch: one pass's rows as tensors. The only place where host lists become tensors.
+"""Batch: one pass's rows, as lists and as tensors. The only place where host lists become tensors, and only where
+somebody asks for them: a compiled pass wants none.
 
 It does not know what the rows are for. The one trick: there are no phases. A `Feed` is "rows behind what the cache
 has", be that a prompt, a chunk of one, a pending token with a draft tree, or a draft model's catch-up; all of them
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..lazily import np, torch
@@ -55,16 +57,20 @@ class Feed:
         return [*range(self.past, base), *(base + bits.bit_count() - 1 for bits in self.ancestors)]
 
 
-@dataclass(slots=True)
+@dataclass
 class Span:
     """Where one feed lies in the batch: rows start..stop-1, and the slots of its keys."""
 
     feed: Feed
     start: int
     stop: int
-    key_slots: slice | Tensor
+    slots: range | list[int]
     device: torch.device
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    @cached_property
+    def key_slots(self) -> slice | Tensor:
+        return _index(self.slots, self.device)
 
     def mask(self, window: int | None) -> Tensor | None:
         """Bool [rows, keys], True where a row sees a key; None if every row sees every key. Built once per window."""
@@ -107,15 +113,34 @@ class Span:
         return torch.tensor([trunk_end + depth for depth in depths])
 
 
-@dataclass(slots=True)
+@dataclass
 class Batch:
-    """tokens_T, positions_T: int64 [T]. slots_T: where each row's key and value go. wanted_N: rows with logits."""
+    """A line per row: its token, its position, and the slot where its key and value go. wanted: rows with logits.
+
+    tokens_T, positions_T, wanted_N: the same on the device, int64. slots_T: what indexes the slots."""
 
     spans: list[Span]
-    tokens_T: Tensor
-    positions_T: Tensor
-    slots_T: Tensor | slice
-    wanted_N: Tensor
+    tokens: list[int]
+    positions: list[int]
+    slots: range | list[int]
+    wanted: list[int]
+    device: torch.device
+
+    @cached_property
+    def tokens_T(self) -> Tensor:
+        return _numbers(self.tokens, self.device)
+
+    @cached_property
+    def positions_T(self) -> Tensor:
+        return _numbers(self.positions, self.device)
+
+    @cached_property
+    def slots_T(self) -> Tensor | slice:
+        return _index(self.slots, self.device)
+
+    @cached_property
+    def wanted_N(self) -> Tensor:
+        return _numbers(self.wanted, self.device)
 
     @property
     def num_rows(self) -> int:
@@ -126,9 +151,10 @@ class Batch:
 
 
 def lay_out(feeds: Sequence[Feed], cache: KVCache, device: torch.device | str = "cpu") -> Batch:
-    """Turn feeds into tensors. Room for their rows must have been reserved."""
+    """Feeds end to end. Room for their rows must have been reserved."""
     assert feeds, "a pass over nothing"
-    device = torch.device(device)
+    if not isinstance(device, torch.device):
+        device = torch.device(device)
     tokens: list[int] = []
     positions: list[int] = []
     wanted: list[int] = []
@@ -146,15 +172,9 @@ def lay_out(feeds: Sequence[Feed], cache: KVCache, device: torch.device | str = 
             writes.append(cache.slots(feed.sequence, trunk_end + feed.skipped, feed.num_keys))
         else:
             writes.append(cache.slots(feed.sequence, feed.past, feed.num_keys))
-        spans.append(Span(feed, start, stop, _index(cache.slots(feed.sequence, 0, feed.num_keys), device), device))
+        spans.append(Span(feed, start, stop, cache.slots(feed.sequence, 0, feed.num_keys), device))
     flat = writes[0] if len(writes) == 1 else [slot for slots in writes for slot in slots]
-    return Batch(
-        spans,
-        _numbers(tokens, device),
-        _numbers(positions, device),
-        _index(flat, device),
-        _numbers(wanted, device),
-    )
+    return Batch(spans, tokens, positions, flat, wanted, device)
 
 
 def _numbers(values: list[int], device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pilotfish.attention.compiled import BLOCK
+from pilotfish.decoding.sampling import likeliest
 from pilotfish.errors import OptionError
 from pilotfish.models import kernels
 from pilotfish.models.load import load
@@ -36,6 +37,7 @@ def both(kind: str, bits: int, instructions: str, **shape: Any) -> tuple[Quantiz
     weights = quantise(tiny_model(kind, dtype=torch.float32, **SHAPE | shape), bits)
     ours, loops = (QuantizedDecoder(weights, kind, kernels="numba") for _ in range(2))
     ours._runner = functools.partial(kernels._run_native, kernels.library(instructions))
+    ours._finds_best = True
     return ours, loops
 
 
@@ -67,7 +69,9 @@ def test_rows_and_threads_change_nothing(instructions: str, threads: None) -> No
     for num in (1, 2, 3):
         torch.set_num_threads(num)
         for rows in (1, 2, 3, 5, 8, 13, 16):
-            assert torch.equal(logits(lm, cache, tokens[:rows], past), alone[:rows]), (num, rows)
+            output = lm.forward(lay_out([Feed("a", tokens[:rows], past, rows)], cache), cache)
+            assert torch.equal(output.logits_NV, alone[:rows]), (num, rows)
+            assert output.best == likeliest(alone[:rows]), (num, rows)
 
 
 @pytest.mark.parametrize("instructions", KINDS[:1])
@@ -80,6 +84,7 @@ def test_taps_wide_groups_and_long_batches(instructions: str) -> None:
         assert cache.reserve("a", 300)
         outputs.append(lm.forward(lay_out([Feed("a", LONG[12:290], 12, 3)], cache), cache, taps=(0, 2)))
     one, other = outputs
+    assert one.best is other.best is None  # only where all rows go through at once
     assert torch.equal(one.logits_NV, other.logits_NV)
     assert all(torch.equal(one.taps[layer], other.taps[layer]) for layer in (0, 2))
 

@@ -10,10 +10,9 @@ import torch
 from pilotfish.models.kernels import library
 from pilotfish.models.linear import Packed, pack, unpack
 from pilotfish.models.products import GROUPED
-from pilotfish.models.team import counters, team
 from pilotfish.native import reference
 from pilotfish.native.build import BuildError, kinds, plan
-from pilotfish.native.library import Library
+from pilotfish.native.library import Library, no_best
 
 GROUP, ROWS, LINE = 32, 8, 64
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -62,16 +61,11 @@ def times(native: Library, blocks: Blocks, packed: Packed, threads: int = 1, out
     add = out is not None
     out = np.full((blocks.rows, packed.num_tiles * 16), np.nan, np.float32) if out is None else out
     matrix = np.array(packed.matrix(), np.int64)
-    team(threads).run(_times, native, counters(1), blocks, matrix, packed, out, int(add))
-    return out
-
-
-def _times(native: Library, phases: Any, blocks: Blocks, matrix: Any, packed: Packed, out: Any, add: int) -> None:
-    """Holds all that it names: a helper may come when the others are done, and still look at the counters."""
     native.products(
-        phases.ctypes.data, matrix.ctypes.data, 1, blocks.table.ctypes.data, blocks.rows, packed.num_groups,
-        packed.num_tiles, out.ctypes.data, out.shape[1], add,
+        threads, matrix.ctypes.data, 1, blocks.table.ctypes.data, blocks.rows, packed.num_groups, packed.num_tiles,
+        out.ctypes.data, out.shape[1], int(add),
     )  # fmt: skip
+    return out
 
 
 def padded(x: np.ndarray) -> np.ndarray:
@@ -162,6 +156,24 @@ def test_an_embedding_is_read_out_of_its_tile(native: Library) -> None:
     for lane in (0, 5, 15):
         native.unpack_groups(packed.weights.ctypes.data, packed.scales.ctypes.data, lane, 1.0, 6, out.ctypes.data)
         assert np.array_equal(out, wanted[lane])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_best_is_numpy_s_argmax(native: Library, threads: int) -> None:
+    rows = normal(6, 200, seed=5)
+    rows[1] = np.round(rows[1])  # ties
+    rows[2, [63, 64, 130]] = np.nan
+    rows[3] = -np.inf
+    rows[4, :], rows[4, 77] = -0.0, 0.0
+    rows[5, [16, 199]] = np.inf
+    for row in rows:
+        for num in (1, 15, 16, 47, 200):
+            for piece in (16, 64, 208):
+                best = no_best(threads)
+                native.find_best(row.ctypes.data, num, piece, best.ctypes.data, threads)
+                wanted = int(row[:num].argmax())
+                assert best["id"][0] == wanted, (num, piece)
+                np.testing.assert_equal(best["value"][0], row[wanted])
 
 
 def test_broken_rows_stay_their_own(native: Library) -> None:
