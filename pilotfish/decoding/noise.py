@@ -13,14 +13,17 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Callable
 from enum import IntEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..lazily import np, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    Array = np.ndarray[Any, Any]
 
 
 class Lane(IntEnum):
@@ -42,13 +45,27 @@ def uniform(seed: int, position: int, lane: Lane, index: int = 0) -> float:
     return (int.from_bytes(_digest(seed, position, lane, index)[:8], "little") >> 11) * 2.0**-53
 
 
+LEAST = 2.0**-1000  # of an exponential: 0 / 0 must not win a race
+
+
+def draw_exponentials(key: int, num: int) -> Array:
+    """Independent unit exponentials, float64 [num]. key: of 128 bits."""
+    draws = np.random.Generator(np.random.Philox(key=key)).standard_exponential(num)
+    return np.maximum(draws, LEAST, out=draws)
+
+
+_draw: list[Callable[[int, int], Array]] = [draw_exponentials]
+
+
+def draw_with(draw: Callable[[int, int], Array]) -> None:
+    """From now on take exponentials from here: from something faster that gives the same to the last bit."""
+    _draw[0] = draw
+
+
 @lru_cache(maxsize=64)
 def exponentials(seed: int, position: int, num_tokens: int) -> Tensor:
     """Independent unit exponentials, one per token id, float64 [V]; the first n do not depend on V. Read only."""
-    key = int.from_bytes(_digest(seed, position, Lane.RACE, 0), "little")
-    draws = np.random.Generator(np.random.Philox(key=key)).standard_exponential(num_tokens)
-    np.maximum(draws, 2.0**-1000, out=draws)  # 0 / 0 must not win a race
-    return torch.from_numpy(draws)
+    return torch.from_numpy(_draw[0](int.from_bytes(_digest(seed, position, Lane.RACE, 0), "little"), num_tokens))
 
 
 def fold(seed: int, choice: int) -> int:
@@ -63,6 +80,12 @@ def invert_cdf(weights_V: Tensor, u: float) -> int:
 
     Sums in float64. Raises an AssertionError if no weight is positive.
     """
+    if weights_V.device.type == "cpu":
+        cdf_V = weights_V.numpy().cumsum(dtype=np.float64)
+        total = float(cdf_V[-1])
+        assert 0 < total < math.inf, f"weights sum to {total}"
+        index = int(cdf_V.searchsorted(u * total, side="right"))
+        return index if index < len(cdf_V) else int(np.flatnonzero(weights_V.numpy())[-1])
     cdf = torch.cumsum(weights_V, 0, dtype=torch.float64)
     total = float(cdf[-1])
     assert 0 < total < math.inf, f"weights sum to {total}"
@@ -129,4 +152,7 @@ def race(seed: int, position: int, p_V: Tensor) -> int:
 
     The Gumbel-max trick (Maddison et al., 2014): the winner has law p; two laws that share E mostly agree.
     """
-    return int((p_V.double() / exponentials(seed, position, len(p_V)).to(p_V.device)).argmax())
+    noise_V = exponentials(seed, position, len(p_V))
+    if p_V.device.type == "cpu":
+        return int((p_V.numpy() / noise_V.numpy()).argmax())
+    return int((p_V.double() / noise_V.to(p_V.device)).argmax())

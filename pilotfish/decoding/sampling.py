@@ -4,6 +4,9 @@ One `warp` serves target, draft and bonus rows alike, so p and q are shaped by t
 type. It does not know which row belongs to whom; a row's context is passed in. The one trick: every step treats a
 row on its own (softmax instead of sums over blocks), so a row's law cannot depend on how many rows came with it.
 
+On a CPU rows are numpy's, here, in `noise` and in `verify`: torch would share out a row of 50,000 numbers among its
+threads, and those spin for a millisecond or more when they are done, on a core that the next pass wants.
+
 Order, as in vLLM: grammar, logit_bias, min_tokens, penalties | temperature, min_p, top_k, top_p. Left of the bar is
 `process`, all that greedy decoding needs.
 """
@@ -18,11 +21,13 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import OptionError
-from ..lazily import torch
+from ..lazily import np, torch
 from .grammar import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,13 +172,17 @@ def process(
     allowed even before min_tokens: there is nothing else to go on with.
     """
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    on_cpu = logits_NV.device.type == "cpu"
     if allowed_NV is not None:
-        logits_NV = logits_NV.masked_fill(~allowed_NV.to(logits_NV.device), -math.inf)
+        if on_cpu:
+            logits_NV = torch.from_numpy(np.where(allowed_NV.numpy(), logits_NV.numpy(), -math.inf))
+        else:
+            logits_NV = logits_NV.masked_fill(~allowed_NV.to(logits_NV.device), -math.inf)
     if not params.processed:
         return logits_NV
     assert len(outputs) == len(logits_NV), "one context per row"
     num_ids = logits_NV.shape[1]
-    logits_NV = logits_NV.clone()
+    logits_NV = torch.from_numpy(logits_NV.numpy().copy()) if on_cpu else logits_NV.clone()
     for token, bias in (params.logit_bias or {}).items():
         if 0 <= token < num_ids:
             logits_NV[:, token] += bias
@@ -221,12 +230,14 @@ def warp(
     """
     assert not params.greedy, "greedy decoding needs no law"
     logits_NV = process(logits_NV, params, prompt, outputs, stop_ids, allowed_NV)
+    return (_laws_on_cpu if logits_NV.device.type == "cpu" else _laws)(logits_NV, params)
+
+
+def _laws(logits_NV: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature and cuts, where the rows are."""
     if params.temperature != 1:
-        # From the largest down: so no temperature, however small, overflows. One that this float type would round to
-        # 0 or infinity says the same as the nearest that it has.
-        limits = torch.finfo(logits_NV.dtype)
-        temperature = min(max(params.temperature, limits.tiny), limits.max)
-        logits_NV = (logits_NV - logits_NV.amax(1, keepdim=True)) / temperature
+        # From the largest down: so no temperature, however small, overflows.
+        logits_NV = (logits_NV - logits_NV.amax(1, keepdim=True)) / _temperature(logits_NV, params)
     if params.min_p > 0:
         floor_N1 = logits_NV.amax(1, keepdim=True) + math.log(params.min_p)
         logits_NV = logits_NV.masked_fill(logits_NV < floor_N1, -math.inf)
@@ -240,6 +251,29 @@ def warp(
             logits_NV[row].masked_fill_(_outside_nucleus(p_V, params.top_p), -math.inf)
         p_NV = torch.softmax(logits_NV, dim=1)
     return p_NV
+
+
+def _laws_on_cpu(logits_NV: Tensor, params: SamplingParams) -> Tensor:
+    """The same, on one thread. A softmax of one row is torch's, which does that alone."""
+    p_NV = torch.empty_like(logits_NV)
+    for row, x_V in enumerate(logits_NV.numpy()):
+        if params.temperature != 1:
+            x_V = (x_V - x_V.max()) / x_V.dtype.type(_temperature(logits_NV, params))
+        if params.min_p > 0:
+            x_V = np.where(x_V < x_V.max() + math.log(params.min_p), -math.inf, x_V)
+        if 0 < params.top_k < len(x_V):
+            x_V = np.where(x_V < np.partition(x_V, -params.top_k)[-params.top_k], -math.inf, x_V)
+        torch.softmax(torch.from_numpy(x_V), 0, out=p_NV[row])
+        if params.top_p < 1:
+            x_V = np.where(_outside_nucleus_on_cpu(p_NV[row].numpy(), params.top_p), -math.inf, x_V)
+            torch.softmax(torch.from_numpy(x_V), 0, out=p_NV[row])
+    return p_NV
+
+
+def _temperature(logits_NV: Tensor, params: SamplingParams) -> float:
+    """One that this float type would round to 0 or infinity says the same as the nearest that it has."""
+    limits = torch.finfo(logits_NV.dtype)
+    return min(max(params.temperature, limits.tiny), limits.max)
 
 
 Likeliest = tuple[list[int], list[float]]
@@ -268,4 +302,19 @@ def _outside_nucleus(p_V: Tensor, top_p: float) -> Tensor:
     before = sorted_p.cumsum(0, dtype=torch.float64) - sorted_p
     outside_V = torch.ones_like(p_V, dtype=torch.bool)
     outside_V[candidates[order[before < top_p]]] = False
+    return outside_V
+
+
+def _outside_nucleus_on_cpu(p_V: Array, top_p: float) -> Array:
+    candidates = np.flatnonzero(p_V >= (1 - top_p) / len(p_V) * 0.999)
+    likely = p_V[candidates]
+    if likely.dtype == np.float32:  # as whole numbers, each with its place behind it: that sorts five times as fast
+        falling = (~likely.view(np.uint32)).astype(np.uint64) << np.uint64(32)
+        order: Array = np.sort(falling | np.arange(len(likely), dtype=np.uint64)) & np.uint64(0xFFFF_FFFF)
+    else:
+        order = np.argsort(-likely, kind="stable")
+    sorted_p = likely[order].astype(np.float64)
+    inside = candidates[order[sorted_p.cumsum() - sorted_p < top_p]]
+    outside_V = np.ones(len(p_V), np.bool_)
+    outside_V[inside] = False
     return outside_V

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ..lazily import torch
+from ..lazily import np, torch
 from .draft import Draft
 from .noise import Noise
 
@@ -137,11 +137,10 @@ def _block(draft: Draft, p_NV: Tensor, noise: Noise) -> Verdict:
             num_accepted = i
     left_V = p_NV[num_accepted]
     if num_accepted < n:
-        scaled_V = weights[num_accepted] * left_V
         if draft.probs is None:
             left_V = _without(left_V, [draft.tokens[num_accepted]])
         else:
-            left_V = _or_else((scaled_V - draft.probs[num_accepted]).clamp_(min=0), left_V)
+            left_V = _or_else(_beyond(weights[num_accepted], left_V, draft.probs[num_accepted]), left_V)
     return Verdict(tuple(range(num_accepted)), noise.choose(num_accepted, left_V))
 
 
@@ -149,29 +148,50 @@ def _block_masses(draft: Draft, p_NV: Tensor, weights: list[float], p_of_node: l
     """A_i for i in 0..K-1 (A_0 is not used): the mass of max(w_i p - q, 0) at the law after i tokens."""
     if draft.probs is None:  # q is one-hot at the next token, and w p <= 1 there: only that token's mass is lost
         return [w * (1.0 - p) for w, p in zip(weights[:-1], p_of_node, strict=True)]
-    weights_N = torch.tensor(weights[:-1], dtype=p_NV.dtype, device=p_NV.device)
-    masses: list[float] = (weights_N[:, None] * p_NV[:-1] - draft.probs).clamp_(min=0).sum(1).tolist()
-    return masses
+    return [_mass(_beyond(*of_one)) for of_one in zip(weights[:-1], p_NV[:-1], draft.probs, strict=True)]
 
 
 def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
     """norm(max(p - q, 0)), or p itself where that is numerically nothing (p = q: any law of mass 0 will do)."""
-    left_V = (p_V - q_V).clamp_(min=0)
-    total = float(left_V.sum())
-    return left_V.div_(total) if total > 0 else p_V
+    left_V = _beyond(1.0, p_V, q_V)
+    total = _mass(left_V)
+    if total <= 0:
+        return p_V
+    if _on_cpu(left_V):
+        rows = left_V.numpy()
+        rows /= total
+        return left_V
+    return left_V.div_(total)
+
+
+def _on_cpu(x: Tensor) -> bool:
+    """Then numpy does it, on one thread: `sampling` says why."""
+    return x.device.type == "cpu"
+
+
+def _beyond(weight: float, p_V: Tensor, q_V: Tensor) -> Tensor:
+    """max(w p - q, 0)"""
+    if not _on_cpu(p_V):
+        return (weight * p_V - q_V).clamp_(min=0)
+    left_V = weight * p_V.numpy() - q_V.numpy()
+    return torch.from_numpy(np.maximum(left_V, 0, out=left_V))
+
+
+def _mass(weights_V: Tensor) -> float:
+    return float(weights_V.numpy().sum(dtype=np.float64) if _on_cpu(weights_V) else weights_V.sum())
 
 
 def _without(p_V: Tensor, tokens: list[int]) -> Tensor:
     """p with these ids taken out, not normalised; p itself if nothing is left."""
     if not tokens:
         return p_V
-    left_V = p_V.clone()
+    left_V = torch.from_numpy(p_V.numpy().copy()) if _on_cpu(p_V) else p_V.clone()
     left_V[tokens] = 0
     return _or_else(left_V, p_V)
 
 
 def _or_else(weights_V: Tensor, fallback_V: Tensor) -> Tensor:
-    return weights_V if bool((weights_V > 0).any()) else fallback_V
+    return weights_V if (weights_V.numpy() if _on_cpu(weights_V) else weights_V).max() > 0 else fallback_V
 
 
 def own_probabilities(draft: Draft, p_NV: Tensor) -> tuple[list[float], list[float]]:

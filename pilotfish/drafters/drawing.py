@@ -17,7 +17,7 @@ from ..decoding.noise import SeededNoise
 from ..decoding.request import Request
 from ..decoding.sampling import likeliest, process, warp
 from ..lazily import functional as F
-from ..lazily import torch
+from ..lazily import np, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,22 +57,25 @@ class Run:
         request = self.request
         context = (request.params, request.prompt, [request.output + self.tokens], request.stop_ids)
         if request.params.greedy:
-            return int(process(logits_V[None], *context).argmax())
+            return likeliest(process(logits_V[None], *context))[0][0]
         q_V = warp(logits_V[None], *context)[0]
         # Positions count from the settled text: a drafter's drafter meets the coins that decide what it guesses.
         noise, depth = SeededNoise(request.seed, request.num_settled), request.num_guessed + len(self.tokens)
         if self.drawn:
-            if bool(q_V.sum().isnan()):
+            if math.isnan(likeliest(q_V[None])[1][0]):
                 return None
             self.laws.append(q_V)
             return noise.draw(depth, q_V)
-        return noise.race(depth, q_V) if request.rule == "coupled" else int(q_V.argmax())
+        return noise.race(depth, q_V) if request.rule == "coupled" else likeliest(q_V[None])[0][0]
 
     def draft(self, num_ids: int, device: torch.device) -> Draft:
         """What was chosen, its laws over the target's ``num_ids`` ids."""
         if not self.drawn or not self.tokens:
             return chain(self.tokens) if self.tokens else EMPTY
-        q_NV = torch.stack(self.laws).to(device)
+        if self.laws[0].device.type == "cpu":  # one thread: see `sampling`
+            q_NV = torch.from_numpy(np.stack([q_V.numpy() for q_V in self.laws])).to(device)
+        else:
+            q_NV = torch.stack(self.laws).to(device)
         return chain(self.tokens, F.pad(q_NV, (0, num_ids - q_NV.shape[1])) if q_NV.shape[1] < num_ids else q_NV)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -310,7 +311,8 @@ class Engine:
             raise PilotfishError(f"draft laws of shape {tuple(probs.shape)} on {probs.device}, not {shape} on {device}")
         if len(probs) == 0:
             return 0
-        low_N, high_N = probs.aminmax(dim=1)
+        laws = probs.numpy() if device.type == "cpu" and probs.dtype in (torch.float32, torch.float64) else probs
+        low_N, high_N = (laws.min(1), laws.max(1)) if isinstance(laws, np.ndarray) else laws.aminmax(dim=1)
         fine_N = ((low_N >= 0) & (high_N < 2)).tolist()  # rounding may leave a little more than 1; a NaN fails too
         if all(fine_N):
             return len(fine_N)

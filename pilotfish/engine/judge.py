@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -148,7 +149,8 @@ class _LazyLaws:
 
 def _repaired(p_NV: Tensor) -> tuple[Tensor, list[bool]]:
     """Which laws are broken (NaN); any law will do there, for the verdict is cut before it."""
-    broken = p_NV.sum(1).isnan().tolist()
+    on_cpu = p_NV.device.type == "cpu"
+    broken = (np.isnan(p_NV.numpy().sum(1)) if on_cpu else p_NV.sum(1).isnan()).tolist()
     if any(broken):
         p_NV = torch.where(torch.tensor(broken, device=p_NV.device)[:, None], 1 / p_NV.shape[1], p_NV)
     return p_NV, broken

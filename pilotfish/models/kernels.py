@@ -14,9 +14,11 @@ from typing import Any
 import llvmlite.binding
 from rich.console import Console
 
+from ..decoding.noise import draw_with
 from ..errors import ModelError
 from ..native.build import LIBRARY, BuildError, compile_into, kinds, plan
 from ..native.library import Library, Table
+from ..native.noise import exponentials_of
 from . import loops
 from .disk_cache import cache_folder, prepared
 from .options import KERNELS
@@ -67,6 +69,8 @@ def _opened(kind: str, _cache: Path, _compiler: str | None) -> Library | ModelEr
         return error
     if found.kind != kind:
         return ModelError(f"{path} was built for {found.kind} instead of {kind}: the compiler did not take its flags")
+    if (draw := exponentials_of(found)) is not None:
+        draw_with(draw)
     return found
 
 

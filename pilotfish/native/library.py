@@ -23,7 +23,7 @@ def no_best(*shape: int) -> Array:
     return best
 
 
-_INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_INT, _FLOAT, _POINTER, _WORD = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p, ctypes.c_uint64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "run_pass": (_POINTER, _INT, _INT),
     "attend": (_POINTER,),
@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "normalise": (_POINTER, _POINTER, _INT, _FLOAT, _POINTER),
     "rotate": (_POINTER, _POINTER, _POINTER, _INT, _POINTER),
     "activate": (_INT, _POINTER, _POINTER, _POINTER, _INT),
+    "exponentials": (_POINTER, _WORD, _WORD, _INT, ctypes.c_double, _POINTER),
     "find_best": (_POINTER, _INT, _INT, _POINTER, _INT),
     "unpack_bytes": (_POINTER, _INT, _FLOAT, _INT, _POINTER),
     "unpack_groups": (_POINTER, _POINTER, _INT, _FLOAT, _INT, _POINTER),

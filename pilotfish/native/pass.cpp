@@ -4,6 +4,7 @@
 // same roundings, so both give the same bits, and the tables below are the only thing they must agree on.
 #include "attention.h"
 #include "crew.h"
+#include "noise.h"
 #include "products.h"
 #include "rows.h"
 
@@ -422,6 +423,9 @@ EXPORT void pf_find_best(const float *row, i64 num, i64 piece, Best *best, i64 n
     for (i64 first = 0; first < num; first += piece)
         look_for_best(row, first, first + piece < num ? first + piece : num, best + first / piece % num_threads);
     for (i64 other = 1; other < num_threads; other++) keep_better(best[other], best);
+}
+EXPORT void pf_exponentials(const Ziggurat *table, uint64_t low, uint64_t high, i64 num, double least, double *out) {
+    exponentials(*table, low, high, num, least, out);
 }
 EXPORT void pf_unpack_bytes(const uint8_t *tile, i64 lane, float scale, i64 width, float *out) {
     unpack_bytes(tile, lane, scale, width, out);

@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from pilotfish.decoding import sampling
 from pilotfish.decoding.sampling import PARAM_NAMES, SamplingParams, process, warp
 from pilotfish.errors import OptionError
 
@@ -332,3 +333,22 @@ def test_numbers_that_no_float_holds_are_refused_shortly(name: str) -> None:
         with pytest.raises(OptionError, match="logit_bias"):
             SamplingParams(logit_bias={1: bias})
     assert SamplingParams(logit_bias={1: -math.inf}).logit_bias == {1: -math.inf}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [5, 200, 20_000])
+def test_both_ways_to_the_laws_give_the_same_bits(vocab: int, dtype: torch.dtype) -> None:
+    """On a CPU and elsewhere; `_laws` runs anywhere."""
+    generator = torch.Generator().manual_seed(vocab)
+    cases = [{"top_p": 0.9}, {"top_p": 0.5, "temperature": 0.7}, {"top_k": 3, "temperature": 1.3},
+             {"min_p": 0.1, "top_p": 0.99}, {"temperature": 1e-30}, {"top_k": vocab}]  # fmt: skip
+    seen = set()
+    for scale in (0.0, 0.5, 3.0, 20.0):
+        logits_NV = torch.randn(2, vocab, generator=generator, dtype=dtype) * scale
+        logits_NV[1] = logits_NV[1].round()  # ties
+        for case in cases:
+            params = SamplingParams(**case)
+            p_NV = sampling._laws_on_cpu(logits_NV, params)
+            assert torch.equal(p_NV, sampling._laws(logits_NV, params)), (scale, case)
+            seen.add(int((p_NV == 0).sum()))
+    assert len(seen) > 5
