@@ -80,8 +80,8 @@ class ModelInfo:
             return tuple(source), tuple(prompt)
         if self.speech is not None:
             raise PromptError(
-                f"{self.name} reads {self.reads}, not a prompt of text; give {{'input_features': .., 'prompt': ..}}, "
-                "the latter being what its text shall begin with, if that is to be said"
+                f"{self.name} reads {self.reads}, not a prompt of text; give LLM.generate {{'input_features': .., "
+                "'prompt': ..}, the latter being what its text shall begin with, if that is to be said"
             )
         return (tuple(prompt), self.decoder_prompt) if self.encoder_decoder else ((), tuple(prompt))
 

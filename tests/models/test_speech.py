@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModel, GenerationConfig, WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
 
 from pilotfish import LLM, SamplingParams
+from pilotfish.engine.costs import measure
 from pilotfish.errors import DraftError, ModelError, OptionError, PromptError
 from pilotfish.models.encdec import EncoderDecoder
 from pilotfish.models.load import from_objects
@@ -85,26 +86,42 @@ def test_a_folder_and_its_draft(tmp_path: Path, dtype: str):
         assert list(done.token_ids) == generated(stock, features, GREEDY, [START, NO_TIMESTAMPS])
 
 
-def test_a_processor_brings_features_and_tokenizer(tmp_path: Path):
-    """From a wave to a text, with transformers' own extractor and tokenizer and the special tokens of real models."""
-    special = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+SPECIAL = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+
+
+def hearing_processor() -> tuple[Any, WhisperProcessor, np.ndarray]:
+    """A tiny model, transformers' own extractor, a tokenizer with real special tokens, and a second of sound."""
     letters = {letter: place for place, letter in enumerate("abcdefghijklmnopqrstuvwxyzĠ")}
     own = WhisperTokenizer(vocab={**letters, "<|endoftext|>": 59}, merges=[])
-    own.add_special_tokens({"additional_special_tokens": special})
-    ids = own.convert_tokens_to_ids(special)
+    own.add_special_tokens({"additional_special_tokens": SPECIAL})
+    ids = own.convert_tokens_to_ids(SPECIAL)
     model: Any = tiny_pair("whisper", decoder_start_token_id=ids[0], max_source_positions=50, eos_token_id=59)
     model.generation_config.no_timestamps_token_id = ids[3]
     processor = WhisperProcessor(WhisperFeatureExtractor(feature_size=6, chunk_length=1), own)
-    wave = np.sin(np.arange(16_000) ** 1.5 / 900).astype(np.float32)
+    return model, processor, np.sin(np.arange(16_000) ** 1.5 / 900).astype(np.float32)
+
+
+def test_a_processor_brings_features_and_tokenizer():
+    """From a wave to a text."""
+    model, processor, wave = hearing_processor()
+    ids = processor.tokenizer.convert_tokens_to_ids(SPECIAL)
     batch = processor(wave, sampling_rate=16_000, return_tensors="pt")
     llm = LLM.from_model(model, processor, method="suffix")
-    (done,) = llm.generate({"input_features": batch.input_features[0], "prompt": "".join(special)}, GREEDY)
+    (done,) = llm.generate({"input_features": batch.input_features[0], "prompt": "".join(SPECIAL)}, GREEDY)
     stock = model.generate(
         batch.input_features.double(), decoder_input_ids=torch.tensor([ids]), max_new_tokens=8, do_sample=False,
         force_unique_generate_call=True,
     )  # fmt: skip
     assert [*ids, *done.token_ids] == stock[0].tolist()
-    assert done.text == own.decode(stock[0], skip_special_tokens=True) and done.text
+    assert done.text == processor.tokenizer.decode(stock[0], skip_special_tokens=True) and done.text
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu():
+    expected = generated(hearing(), sound(1), GREEDY, [START, NO_TIMESTAMPS])
+    llm = LLM.from_model(hearing().to("cuda"), method="suffix", num_speculative_tokens=6)
+    assert list(llm.generate({"input_features": SOUND}, GREEDY)[0].token_ids) == expected
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -113,7 +130,7 @@ def test_a_processor_brings_features_and_tokenizer(tmp_path: Path):
 @pytest.mark.parametrize(
     ("prompt", "error", "says"),
     [
-        ("w3 w4", PromptError, "6 mel bins and 20 frames, not a prompt of text; give {'input_features'"),
+        ("w3 w4", PromptError, "6 mel bins and 20 frames, not a prompt of text; give LLM.generate {'input"),
         ([3, 4], PromptError, "reads features of 6 mel bins"),
         ({"prompt": "w3"}, PromptError, "only for a model that hears it is a mapping, with 'input_features'"),
         ({"input_features": SOUND, "promt": "w3"}, OptionError, "unknown key of a prompt 'promt'; did you mean"),
@@ -201,6 +218,13 @@ def test_a_model_that_computes_something_else_is_noticed():
 def _bent(output: Any) -> Any:
     output.logits = output.logits * torch.linspace(0.5, 1, output.logits.shape[-1])
     return output
+
+
+def test_what_passes_cost_is_measured_with_a_sound():
+    model = EncoderDecoder(hearing())
+    points, _ = measure(model, seconds=0)
+    assert set(points) >= {1, 2, 8} and all(seconds > 0 for seconds in points.values())
+    assert "speech" not in repr(model.info), "what was measured of other models is found by their repr"
 
 
 def test_user_s_rules_and_the_model_s_are_both_kept():
