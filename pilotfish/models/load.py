@@ -98,7 +98,10 @@ def load(
 def from_objects(model: Any, tokenizer: Any = None, name: str = "") -> Loaded:
     """Wrap a loaded Hugging Face model and tokenizer (or None). The model stays usable by its owner. Of a peft model,
     the adapters that are active now are a part of it; of a processor, its tokenizer."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if tokenizer is not None:
+        from transformers import ProcessorMixin
+
+        tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
     if not isinstance(model, Decoder | QuantizedDecoder | AdaptedLM):
         from transformers import PreTrainedModel
 

@@ -146,7 +146,7 @@ def _opening(config: Any, model_config: Any, start: int, no_timestamps: int | No
                           getattr(model_config, "forced_decoder_ids", None) or (), own)  # fmt: skip
     languages, tasks = getattr(config, "lang_to_id", None), getattr(config, "task_to_id", None) or {}
     if language is not None:
-        tokens = [start, _language_id(language, languages or {}, own), *tokens[2:]]
+        tokens.append(_language_id(language, languages or {}, own))
     elif languages is not None and (len(tokens) == 1 or tokens[1] is None):
         raise PromptError(f"which language it hears is not given, and is not detected here; {own}")
     if task is not None or (language is not None and tasks):
