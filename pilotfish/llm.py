@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from .decoding.request import Request, TextStream, TokenLogprob
 from .decoding.sampling import SamplingParams
+from .decoding.source import Features
 from .drafters import registry
 from .engine.controller import Adaptive
 from .engine.costs import remember_gain, remembered_gain
@@ -19,9 +20,11 @@ from .engine.engine import Engine, Event
 from .engine.options import EngineOptions
 from .errors import OptionError, PromptError, unknown_name
 from .models.load import Loaded, LoadOptions, from_objects, load
+from .models.speech import features_of
 from .models.tokenizer import Detokenizer, Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_HEARD = ("input_features", "prompt")  # of a prompt that is a mapping
 _WORTH_REMEMBERING = 64  # tokens
 
 
@@ -152,6 +155,10 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Complete prompts (text or token ids), batched; results in the order of the prompts, ``n`` for each.
+
+        A model that hears is given ``{"input_features": [mel bins, frames], "prompt": ..}`` instead: floats, as its
+        feature extractor makes them, and as text or ids what the transcript's tokens begin with (by default what
+        transformers would have them begin with).
 
         params: one for all, or one per prompt. references: per prompt, text the answer will resemble (OpenAI's
         predicted outputs), for drafters that copy. adapter: which of the model's ``adapters`` writes, by name, one for
@@ -288,10 +295,11 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt, own, hint, adapted in zip(prompts, each, hints, adapters, strict=True):
-                ids = self._ids(prompt)
+                ids, heard = self._parts(prompt)
                 requests += self.engine.add(
                     ids,
                     own,
+                    source=heard,
                     text_stream=None if self.tokenizer is None else self._text_stream,
                     reference=[] if hint is None else self._ids(hint, special=False),
                     adapter=adapted,
@@ -305,6 +313,16 @@ class LLM:
     def _text_stream(self) -> TextStream:
         assert self.tokenizer is not None
         return Detokenizer(self.tokenizer)
+
+    def _parts(self, prompt: Prompt) -> tuple[list[int], Features | None]:
+        """What the text begins with, or what is to be read; and what is to be heard, if anything is."""
+        if not isinstance(prompt, Mapping) or "input_features" not in prompt:
+            return self._ids(prompt), None
+        for key in prompt:
+            if key not in _HEARD:
+                raise unknown_name("key of a prompt", str(key), _HEARD)
+        beginning = prompt.get("prompt")
+        return [] if beginning is None else self._ids(beginning, special=False), features_of(prompt["input_features"])
 
     def _ids(self, prompt: Prompt, *, special: bool = True) -> list[int]:
         if not isinstance(prompt, str):
@@ -344,7 +362,7 @@ def _chunk(event: Event) -> Chunk:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or (isinstance(prompts, Mapping) and "input_features" in prompts):
         return [prompts]
     items = _listed(prompts)
     return [items] if items and all(isinstance(item, int) for item in items) else items
@@ -357,7 +375,12 @@ def _checked(params: Any) -> SamplingParams:
 
 
 def _listed(value: Any) -> list[Any]:
-    if isinstance(value, (bytes, bytearray, Mapping, Set)):  # iterable, but what comes out is no list of ids
+    if isinstance(value, Mapping):
+        raise PromptError(
+            f"a prompt is a text or a list of token ids, not {value!r}; only for a model that hears it is a mapping, "
+            "with 'input_features'"
+        )
+    if isinstance(value, (bytes, bytearray, Set)):  # iterable, but what comes out is no list of ids
         raise PromptError(f"a prompt is a text or a list of token ids, not {value!r}")
     try:
         return list(value)

@@ -13,6 +13,7 @@ from pilotfish.cli import main
 from pilotfish.decoding.request import Request
 from pilotfish.decoding.sampling import SamplingParams
 from pilotfish.drafters.base import Drafter
+from tests.models.test_speech import hearing_processor
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -52,6 +53,13 @@ def test_commands_on_a_page_are_commands_we_have(page: Path) -> None:
             unknown = [word.split("=")[0] for word in words[2:] if word.startswith("-") and len(word) > 1]
             assert set(unknown) <= flags | {"--help"}, line
             assert isinstance(command, click.Command)
+
+
+def test_the_sound_on_the_page_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
+    (source,) = blocks(ROOT / "docs" / "encoder_decoder.md", "python")
+    whisper, processor, wave = hearing_processor()
+    exec(source, {"whisper": whisper, "distilled": whisper, "processor": processor, "wave": wave})
+    assert capsys.readouterr().out.strip()
 
 
 def test_the_drafter_on_the_page_works() -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..decoding.sampling import SamplingParams
+from ..decoding.source import Source
 from ..decoding.theory import best_num_drafted, walltime_factor
 from ..engine.costs import measured
 from ..engine.options import EngineOptions
@@ -67,7 +68,7 @@ class _Text:
 
     ids: list[int]
     num_judged: int
-    source: tuple[int, ...] = ()
+    source: Source = ()
 
 
 class Trial:

@@ -18,6 +18,7 @@ from ..errors import PilotfishError
 from .draft import Draft
 from .grammar import Constraint
 from .sampling import SamplingParams
+from .source import Source, ids_of
 from .verify import Rule, Verdict
 
 
@@ -139,7 +140,7 @@ class Request:
     text_stream: TextStream | None = None
     reference: tuple[int, ...] = ()
     constraint: Constraint | None = None
-    source: tuple[int, ...] = ()
+    source: Source = ()
     adapter: str = ""
     num_guessed: int = 0
     traced: bool = False
@@ -162,8 +163,13 @@ class Request:
 
     @property
     def num_read(self) -> int:
-        """Tokens that the caller's prompt came to: the source's, where there is one."""
-        return len(self.source) or self.num_prompt
+        """Tokens that the caller's prompt came to: the source's, where it has some."""
+        return len(self.source_ids) or self.num_prompt
+
+    @property
+    def source_ids(self) -> tuple[int, ...]:
+        """The source's tokens; none of a decoder-only model's request, or of one with features."""
+        return ids_of(self.source)
 
     @property
     def output(self) -> list[int]:

@@ -7,8 +7,8 @@ row on its own (softmax instead of sums over blocks), so a row's law cannot depe
 On a CPU rows are numpy's, here, in `noise` and in `verify`: torch would share out a row of 50,000 numbers among its
 threads, and those spin for a millisecond or more when they are done, on a core that the next pass wants.
 
-Order, as in vLLM: grammar, logit_bias, min_tokens, penalties | temperature, min_p, top_k, top_p. Left of the bar is
-`process`, all that greedy decoding needs.
+Order, as in vLLM: grammar, logit_bias, begin_suppress_tokens, min_tokens, penalties | temperature, min_p, top_k, top_p.
+Left of the bar is `process`, all that greedy decoding needs.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 class SamplingParams:
     """How one request is sampled; names and meanings as in vLLM.
 
+    begin_suppress_tokens: ids that cannot be the first new token, as in Hugging Face's generation config.
     logprobs_mode: log-probabilities of the law that was sampled from, or of the model's own law, before bias,
     penalties, temperature and cuts. vLLM has it as an option of the engine, and its default is the latter.
 
@@ -52,6 +53,7 @@ class SamplingParams:
     min_tokens: int = field(default=0, metadata={"help": "no end of text before this many new tokens"})
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    begin_suppress_tokens: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = field(default=False, metadata={"help": "go on after the end-of-text token"})
     seed: int | None = field(default=None, metadata={"help": "fixes the text, whatever drafts or batches do"})
@@ -72,7 +74,8 @@ class SamplingParams:
                 raise OptionError(f"{name} must be True or False, not {getattr(self, name)!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
         object.__setattr__(self, "stop", stop)  # the only place: normalises what the caller passed
-        object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids))
+        for name in ("stop_token_ids", "begin_suppress_tokens"):
+            object.__setattr__(self, name, _several(name, getattr(self, name)))
         _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(self.top_k >= -1, "top_k", self.top_k, "1 or more, or 0 (or -1) for all tokens")
@@ -92,8 +95,9 @@ class SamplingParams:
             _whole("seed", self.seed)
         for text in stop:
             _require(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
-        for token in self.stop_token_ids:
-            _token("stop_token_ids", token)
+        for name in ("stop_token_ids", "begin_suppress_tokens"):
+            for token in getattr(self, name):
+                _token(name, token)
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise OptionError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
@@ -116,7 +120,7 @@ class SamplingParams:
     @property
     def processed(self) -> bool:
         """Whether `process` changes anything."""
-        return self.penalised or bool(self.logit_bias) or self.min_tokens > 0
+        return self.penalised or bool(self.logit_bias) or self.min_tokens > 0 or bool(self.begin_suppress_tokens)
 
 
 _LARGEST = 1e38  # of a bias: logits may be float32
@@ -183,10 +187,13 @@ def process(
     assert len(outputs) == len(logits_NV), "one context per row"
     num_ids = logits_NV.shape[1]
     logits_NV = torch.from_numpy(logits_NV.numpy().copy()) if on_cpu else logits_NV.clone()
-    for token, bias in (params.logit_bias or {}).items():
-        if 0 <= token < num_ids:
-            logits_NV[:, token] += bias
+    if known := {token: bias for token, bias in (params.logit_bias or {}).items() if token < num_ids}:
+        biases = torch.tensor(list(known.values()), dtype=logits_NV.dtype, device=logits_NV.device)
+        logits_NV[:, list(known)] += biases
+    banned = [token for token in params.begin_suppress_tokens if token < num_ids]
     for row, output in enumerate(outputs):
+        if banned and not output:
+            logits_NV[row, banned] = -math.inf
         if len(output) < params.min_tokens:
             ends = [token for token in stop_ids if token < num_ids]
             left_V = None if allowed_NV is None else allowed_NV[row].clone()

@@ -170,7 +170,7 @@ class DraftModelDrafter(Drafter):
 
     def _begin(self, request: Request, limit: int, wanted: Sequence[Request]) -> Reading | None:
         """Open or find the request's sequence and make room; None if this request cannot be drafted for now."""
-        if len(request.source) > (self.model.info.source_context or 0):
+        if self.model.info.refusal(request.source) is not None:
             return None
         past = self.cache.length(request.id) if request.id in self.cache else 0
         probabilistic = self.options.draft_sample_method == "probabilistic"
@@ -262,12 +262,18 @@ def drafted_ids(options: DraftModelOptions, num_ids: int, setting: Setting) -> t
 
 
 def _refuse_other_kind(draft: ModelInfo, target: ModelInfo) -> None:
-    """Raises DraftError for a decoder-only draft of an encoder-decoder target, and the reverse."""
+    """Raises DraftError for a decoder-only draft of an encoder-decoder target, the reverse, and one that reads another
+    kind of source."""
     if draft.encoder_decoder != target.encoder_decoder:
         kinds = {True: "an encoder-decoder", False: "decoder-only"}
         raise DraftError(
             f"draft model {draft.name} is {kinds[draft.encoder_decoder]} and {target.name} is "
             f"{kinds[target.encoder_decoder]}: they do not read the same text; choose a draft of the same kind"
+        )
+    if draft.reads != target.reads:
+        raise DraftError(
+            f"draft model {draft.name} reads {draft.reads} and {target.name} reads {target.reads}: choose a draft that "
+            "reads the same"
         )
 
 

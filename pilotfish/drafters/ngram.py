@@ -110,11 +110,11 @@ class NgramDrafter(Drafter):
                 self._reference[request.id].extend(request.reference)
             # The predicted text is the better guess; the request's own text comes second, an encoder's source last.
             sources.insert(0, (self._reference[request.id], request.reference))
-        if request.source:
+        if request.source_ids:
             if request.id not in self._source:
                 self._source[request.id] = _Index(low, high)
-                self._source[request.id].extend(request.source)
-            sources.append((self._source[request.id], request.source))
+                self._source[request.id].extend(request.source_ids)
+            sources.append((self._source[request.id], request.source_ids))
         for n in range(min(high, len(request.tokens)), low - 1, -1):
             for index, text in sources:
                 place = index.find(request.tokens, n)

@@ -243,11 +243,11 @@ class SuffixDrafter(Drafter):
                 state.reference = _Text()
                 state.reference.extend(request.reference)
             matches += state.reference.find(ending, request.reference, _REFERENCE, False)
-        if request.source:
+        if request.source_ids:
             if state.source is None:
                 state.source = _Text()
-                state.source.extend(request.source)
-            matches += state.source.find(ending, request.source, _OWN, False)
+                state.source.extend(request.source_ids)
+            matches += state.source.find(ending, request.source_ids, _OWN, False)
         if self.answers:
             matches += self.answers.find(ending)
         return matches

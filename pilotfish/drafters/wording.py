@@ -93,7 +93,7 @@ class SameTokens:
         """None where the text, or its source, has an id beyond the draft's table, which may be the shorter one."""
         if self.num_own < self.num_ids:
             unread = request.tokens[past:]
-            if max(unread) >= self.num_own or max(request.source, default=0) >= self.num_own:
+            if max(unread) >= self.num_own or max(request.source_ids, default=0) >= self.num_own:
                 return None
         return Reading(request, limit, probabilistic, ids=list(request.tokens), num_fixed=request.num_settled - 1)
 

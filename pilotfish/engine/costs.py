@@ -103,7 +103,7 @@ def measure(model: CausalLM, seconds: float = _SECONDS) -> tuple[dict[int, float
     counts = [rows for rows in ROWS if rows <= max(1, info.context - context)]
     page_size = context + counts[-1]
     cache = model.new_cache(1, page_size)
-    cache.open("costs", [0], [0] * min(_CONTEXT, info.source_context or 0))
+    cache.open("costs", [0], info.trial_source([0] * _CONTEXT))
     cache.reserve("costs", page_size)
     model.forward(lay_out([Feed("costs", [0] * context, 0, 1)], cache, info.device), cache)
     best: dict[int, float] = {}

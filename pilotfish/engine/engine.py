@@ -21,6 +21,7 @@ from ..decoding.hearing import Hearing
 from ..decoding.noise import fold
 from ..decoding.request import FinishReason, Request, Step, TextStream
 from ..decoding.sampling import SamplingParams
+from ..decoding.source import Source, ids_of
 from ..decoding.verify import Rule, Verdict
 from ..drafters import registry
 from ..drafters.base import Drafter, Setting
@@ -156,22 +157,23 @@ class Engine:
         text_stream: Callable[[], TextStream] | None = None,
         reference: Sequence[int] = (),
         traced: bool = False,
-        source: Sequence[int] | None = None,
+        source: Source | Sequence[int] | None = None,
         adapter: str | None = None,
     ) -> list[Request]:
         """Queue a prompt; returns ``params.n`` requests, one per completion. traced: their events shall show drafts.
 
         An encoder-decoder's prompt is what its encoder reads. To have its decoder's text begin with something else than
-        usual, give both: what the encoder reads as ``source``, and that beginning as the prompt. adapter: one of the
-        target's, by name; None is the target alone.
+        usual, give both: what the encoder reads as ``source``, and that beginning as the prompt. A model that hears has
+        its features as source, and an empty prompt is the usual beginning. adapter: one of the target's, by name; None
+        is the target alone.
 
         Raises PromptError for an empty or too long prompt, CapacityError if the page pool cannot hold it, OptionError
         for structured output that is no grammar or admits nothing.
         """
-        if source is None:
-            source, prompt = self.target.info.opening(prompt)
+        source, prompt = self.target.info.opening(prompt, source)
         self._check_source(source)
         self._check_prompt(prompt, params, text_stream)
+        params = self.target.info.ruled(params)
         if adapter is not None and adapter not in self.target.info.adapters:
             raise unknown_adapter(adapter, self.target.info)
         self._check_ids("reference", reference)
@@ -193,7 +195,7 @@ class Engine:
                     constraint=None if wanted is None else Constraint(self.grammars.matcher(wanted), stop_ids),
                     text_stream=text_stream() if text_stream else None,
                     reference=tuple(reference),
-                    source=tuple(source),
+                    source=source,
                     adapter=adapter or "",
                     traced=traced,
                 )
@@ -365,27 +367,17 @@ class Engine:
             )
         self._check_ids("prompt", prompt)
         num_ids = self.target.info.vocab_size
-        for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids)):
-            for token in ids:
+        for name in ("logit_bias", "stop_token_ids", "begin_suppress_tokens"):
+            for token in getattr(params, name) or ():
                 if not 0 <= token < num_ids:
                     raise OptionError(f"{name} names token {token}, which is not an id from 0 to {num_ids - 1}")
         if params.stop and text_stream is None:
             raise OptionError("stop strings need a tokenizer; use stop_token_ids")
 
-    def _check_source(self, source: Sequence[int]) -> None:
-        info = self.target.info
-        if info.source_context is None:
-            if source:
-                raise PromptError(f"{info.name} is a decoder-only model and reads no source")
-            return
-        if len(source) == 0:
-            raise PromptError("the prompt is empty: give at least one token")
-        if len(source) > info.source_context:
-            raise PromptError(
-                f"the prompt has {len(source)} tokens and the encoder of {info.name} takes {info.source_context}; "
-                "shorten the prompt"
-            )
-        self._check_ids("prompt", source)
+    def _check_source(self, source: Source) -> None:
+        if (reason := self.target.info.refusal(source)) is not None:
+            raise PromptError(reason)
+        self._check_ids("prompt", ids_of(source))
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         num_ids = self.target.info.vocab_size

@@ -10,13 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from ..decoding.source import Features, Source
+from ..errors import PromptError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..decoding.sampling import Likeliest
+    from ..decoding.sampling import Likeliest, SamplingParams
     from ..paged.batch import Batch
     from ..paged.cache import KVCache, LayerShape
+    from .speech import Speech
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,8 @@ class ModelInfo:
     the same to the last bit whatever else is in the batch. implementation: hf (transformers' code) or native (ours).
 
     Of an encoder-decoder model, context and layers are the decoder's. source_context: the longest source its encoder
-    takes, None for a decoder-only model. decoder_prompt: what its decoder begins every text with.
+    takes, None for a decoder-only model. decoder_prompt: what its decoder begins every text with. speech: of one whose
+    encoder reads features of a sound, what these are and what follows from it.
 
     adapters: names of those that a sequence may have (see `KVCache.adapter`).
     """
@@ -49,14 +54,64 @@ class ModelInfo:
     source_context: int | None = None
     decoder_prompt: tuple[int, ...] = ()
     adapters: tuple[str, ...] = ()
+    # What a model's passes cost is remembered under its repr, and that of all others shall stay what it was.
+    speech: Speech | None = field(default=None, repr=False)
 
     @property
     def encoder_decoder(self) -> bool:
         return self.source_context is not None
 
-    def opening(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What a prompt is to this model: the source, for its encoder, and what its decoder's text begins with."""
+    @property
+    def reads(self) -> str:
+        """What a source of this model is, in words."""
+        return "text" if self.speech is None else "features of {} mel bins and {} frames".format(*self.speech.shape)
+
+    def opening(
+        self, prompt: Sequence[int], source: Source | Sequence[int] | None = None
+    ) -> tuple[Source, tuple[int, ...]]:
+        """What a prompt is to this model: the source, for its encoder, and what its decoder's text begins with.
+
+        source: if it is given, the prompt is that beginning. Raises PromptError for a prompt without a source where
+        that is a sound, or a beginning that cannot be served.
+        """
+        if isinstance(source, Features):
+            return source, tuple(prompt) if self.speech is None else self.speech.beginning(prompt)
+        if source is not None:
+            return tuple(source), tuple(prompt)
+        if self.speech is not None:
+            raise PromptError(
+                f"{self.name} reads {self.reads}, not a prompt of text; give LLM.generate {{'input_features': .., "
+                "'prompt': ..}, the latter being what its text shall begin with, if that is to be said"
+            )
         return (tuple(prompt), self.decoder_prompt) if self.encoder_decoder else ((), tuple(prompt))
+
+    def refusal(self, source: Source) -> str | None:
+        """Why its encoder cannot read a source; None if it can. Ids beyond its table are not looked for."""
+        if isinstance(source, Features):
+            if self.speech is None:
+                return f"{self.name} reads text, not features of a sound; give the prompt as text or token ids"
+            return self.speech.refusal(source)
+        if self.source_context is None:
+            return f"{self.name} is a decoder-only model and reads no source" if source else None
+        if self.speech is not None:
+            return f"{self.name} reads {self.reads}, not text"
+        if len(source) == 0:
+            return "the prompt is empty: give at least one token"
+        if len(source) > self.source_context:
+            return (
+                f"the prompt has {len(source)} tokens and the encoder of {self.name} takes {self.source_context}; "
+                "shorten the prompt"
+            )
+        return None
+
+    def ruled(self, params: SamplingParams) -> SamplingParams:
+        """A request's params with the rules that the model's own settings add to every text; few have any."""
+        return params if self.speech is None else self.speech.ruled(params)
+
+    def trial_source(self, tokens: Sequence[int]) -> Source:
+        """Something for its encoder to read where it does not matter what: these tokens, as far as it takes them, or
+        the like."""
+        return tuple(tokens[: self.source_context or 0]) if self.speech is None else self.speech.sample()
 
 
 @dataclass(slots=True)

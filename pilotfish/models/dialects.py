@@ -1,4 +1,5 @@
-"""How families of encoder-decoder models lay out a decoder layer: T5's way and BART's way, said in the same few words.
+"""How families of encoder-decoder models lay out a decoder layer: T5's way and BART's way, said in the same few words;
+Whisper's is BART's behind another encoder.
 
 It does not know pages, sources or passes: it is handed two attentions and puts norms, residuals and feed-forwards
 around them. The one trick: the modules are transformers' own, found by the names they have had since the families came
@@ -17,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..decoding.source import Features, Source
 from ..errors import ModelError
 from ..paged.batch import Batch, Span
+from . import speech
 
 UNBOUNDED = 1 << 20  # tokens, where positions are only relative
 _POST_NORM, _PRE_NORM = ("bart", "marian"), ("mbart", "pegasus")
@@ -45,12 +48,22 @@ class Heads:
 
 class Dialect(ABC):
     """own, cross: per layer the attention over the text and over the source. context, source_context: longest text and
-    source, in tokens."""
+    source, in tokens. source_shape: of the features that the encoder reads, None if it reads tokens."""
+
+    model: Any
 
     own: Sequence[Heads]
     cross: Sequence[Heads]
     context: int
     source_context: int
+    source_shape: tuple[int, int] | None = None
+
+    def encode(self, source: Source) -> Tensor:
+        """The encoder's last states, [S, hidden]."""
+        states_SD: Tensor = self.model.get_encoder()(**stock_inputs(source, self.own[0].keys.weight)).last_hidden_state[
+            0
+        ]
+        return states_SD
 
     @abstractmethod
     def embed(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
@@ -69,14 +82,21 @@ class Dialect(ABC):
         return None
 
 
+def stock_inputs(source: Source, weight: Tensor) -> dict[str, Tensor]:
+    """How transformers' encoders are given a source. weight: any of the model's, for device and dtype."""
+    if isinstance(source, Features):
+        return {"input_features": source.values[None].to(weight)}
+    return {"input_ids": torch.tensor([source], device=weight.device)}
+
+
 def dialect_of(model: Any, name: str) -> Dialect:
     """Raises ModelError for a family that speaks none of these."""
     family = str(model.config.model_type)
-    if family in T5.FAMILIES:
-        return T5(model)
-    if family in Bart.FAMILIES:
-        return Bart(model)
-    known = ", ".join((*T5.FAMILIES, *Bart.FAMILIES))
+    kinds: tuple[type[T5 | Bart | Whisper], ...] = T5, Bart, Whisper
+    for kind in kinds:
+        if family in kind.FAMILIES:
+            return kind(model)
+    known = ", ".join(family for kind in kinds for family in kind.FAMILIES)
     raise ModelError(f"{name}: encoder-decoder models of family {family!r} are not supported; these are: {known}")
 
 
@@ -151,7 +171,7 @@ def _finite(x_TD: Tensor) -> Tensor:
 class Bart(Dialect):
     """Absolute positions, learned or sinusoidal; norms behind (BART, Marian) or in front (mBART, Pegasus)."""
 
-    FAMILIES = (*_POST_NORM, *_PRE_NORM)
+    FAMILIES: tuple[str, ...] = (*_POST_NORM, *_PRE_NORM)
 
     def __init__(self, model: Any):
         self.model, self.decoder = model, model.model.decoder
@@ -186,4 +206,27 @@ class Bart(Dialect):
     def logits(self, x_ND: Tensor) -> Tensor:
         norm = getattr(self.decoder, "layer_norm", None)
         logits_NV: Tensor = self.model.lm_head(x_ND if norm is None else norm(x_ND)) + self.model.final_logits_bias
+        return logits_NV
+
+
+class Whisper(Bart):
+    """mBART's layers behind an encoder that reads features, and nothing added to the logits (Radford et al. 2022)."""
+
+    FAMILIES = speech.FAMILIES
+
+    def __init__(self, model: Any):
+        self.model, self.decoder, config = model, model.model.decoder, model.config
+        self.layers, self.post_norm = list(self.decoder.layers), False
+        self.context, self.source_context = int(config.max_target_positions), int(config.max_source_positions)
+        encoder = model.model.encoder
+        self.source_shape = (
+            int(config.num_mel_bins),
+            self.source_context * math.prod(convolution.stride[0] for convolution in (encoder.conv1, encoder.conv2)),
+        )
+        self.offset, self.scale = 0, 1.0
+        self.own = [self._heads(layer.self_attn) for layer in self.layers]
+        self.cross = [self._heads(layer.encoder_attn) for layer in self.layers]
+
+    def logits(self, x_ND: Tensor) -> Tensor:
+        logits_NV: Tensor = self.model.proj_out(self.decoder.layer_norm(x_ND))
         return logits_NV

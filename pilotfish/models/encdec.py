@@ -1,4 +1,4 @@
-"""Encoder-decoder models: T5 and its kin, BART and its kin. The decoder runs on our pages, the encoder is theirs.
+"""Encoder-decoder models: T5, BART, their kin, and Whisper. The decoder runs on our pages, the encoder is theirs.
 
 It does not know requests, nor how a family lays out its layers (`dialects` does). The one trick: what is special about
 such a model hangs on the sequence, not on the pass. The cache knows each sequence's source; the first pass that meets
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import sdpa
+from ..decoding.source import Source
 from ..errors import ModelError
 from ..paged.batch import Batch
 from ..paged.cache import KVCache, LayerShape
@@ -26,6 +27,8 @@ from .architecture import eos_ids
 from .base import Ends, ModelInfo, ModelOutput
 from .decoder import chosen_layers
 from .dialects import dialect_of
+from .speech import FAMILIES as HEARING
+from .speech import speech_of
 
 Reading = list[tuple[Tensor, Tensor]]  # per layer keys and values of a source, [1, heads, tokens, width] each
 
@@ -43,13 +46,16 @@ class EncoderDecoder:
         name = name or str(getattr(model.config, "name_or_path", "") or type(model).__name__)
         head = model.get_output_embeddings()
         if head is None:
-            raise ModelError(f"{name}: {type(model).__name__} says no tokens; load it with AutoModelForSeq2SeqLM")
+            kind = "AutoModelForSpeechSeq2Seq" if model.config.model_type in HEARING else "AutoModelForSeq2SeqLM"
+            raise ModelError(f"{name}: {type(model).__name__} says no tokens; load it with {kind}")
         self.dialect = dialect_of(model, name)
-        keys = self.dialect.own[0].keys.weight
+        keys, num_ids = self.dialect.own[0].keys.weight, int(head.weight.shape[0])
+        shape = self.dialect.source_shape
+        hearing = None if shape is None else speech_of(model, name, shape, num_ids)
         self.info = ModelInfo(
             name=name,
             architecture=type(model).__name__,
-            vocab_size=int(head.weight.shape[0]),
+            vocab_size=num_ids,
             context=self.dialect.context,
             layers=tuple(LayerShape(own.num_heads, own.width, own.width) for own in self.dialect.own),
             hidden_size=int(head.weight.shape[1]),
@@ -59,14 +65,11 @@ class EncoderDecoder:
             eos_ids=eos_ids(model),
             implementation="native",
             source_context=self.dialect.source_context,
-            decoder_prompt=_decoder_prompt(model, name),
+            decoder_prompt=_decoder_prompt(model, name) if hearing is None else hearing.opening,
+            speech=hearing,
         )
-        num_source_ids = int(self.model.get_encoder().get_input_embeddings().weight.shape[0])
-        if num_source_ids != self.info.vocab_size:
-            raise ModelError(
-                f"{name}: its encoder knows {num_source_ids} tokens and its decoder {self.info.vocab_size}; models "
-                "that read and write different vocabularies are not supported"
-            )
+        if hearing is None:
+            _refuse_two_vocabularies(model, self.info)
         if self_check:
             from .huggingface import check_against_stock
 
@@ -96,10 +99,9 @@ class EncoderDecoder:
     def ends(self) -> Ends:
         raise ModelError(f"{self.info.name} is an encoder-decoder model; trained heads are for decoder-only models")
 
-    def _read(self, source: tuple[int, ...]) -> Reading:
+    def _read(self, source: Source) -> Reading:
         """The encoder's pass over one source: what cross-attention sees of it, for all layers."""
-        ids_1S = torch.tensor([source], device=self.info.device)
-        states_SD = self.model.get_encoder()(input_ids=ids_1S).last_hidden_state[0]
+        states_SD = self.dialect.encode(source)
         return [
             (_by_head(cross.split(cross.keys(states_SD))), _by_head(cross.split(cross.values(states_SD))))
             for cross in self.dialect.cross
@@ -131,6 +133,15 @@ class EncoderDecoder:
 
 def _by_head(x_RHD: Tensor) -> Tensor:
     return x_RHD.transpose(0, 1)[None].contiguous()
+
+
+def _refuse_two_vocabularies(model: Any, info: ModelInfo) -> None:
+    num_source_ids = int(model.get_encoder().get_input_embeddings().weight.shape[0])
+    if num_source_ids != info.vocab_size:
+        raise ModelError(
+            f"{info.name}: its encoder knows {num_source_ids} tokens and its decoder {info.vocab_size}; models "
+            "that read and write different vocabularies are not supported"
+        )
 
 
 def _decoder_prompt(model: Any, name: str) -> tuple[int, ...]:

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..attention import sdpa
+from ..decoding.source import Source
 from ..errors import ModelError
 from ..paged.batch import Batch, Feed, lay_out
 from ..paged.cache import KVCache, LayerShape
 from .architecture import eos_ids, quantised_by
 from .base import CausalLM, Ends, ModelInfo, ModelOutput
+from .dialects import stock_inputs
 from .vocabulary import DroppedLogits, with_part
 
 _NAME, _MEASURING = "pilotfish", "pilotfish-measuring"
@@ -256,13 +258,11 @@ def check_against_stock(lm: CausalLM, model: Any) -> None:
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
     lengths = [n + (window if window <= _LONGEST_CHECKED_WINDOW else 0) for n in _CHECK_TOKENS]
     texts = [[(7 * i + 3 * n) % info.vocab_size for i in range(min(n, info.context))] for n in lengths]
-    sources: list[list[int]] = [
-        [(5 * i + n) % info.vocab_size for i in range(min(n - 2, info.source_context or 0))] for n in _CHECK_TOKENS
-    ]
+    sources = [info.trial_source([(5 * i + n) % info.vocab_size for i in range(n - 2)]) for n in _CHECK_TOKENS]
     cache = lm.new_cache(len(texts), max(lengths))
     ours: list[list[Tensor]] = [[] for _ in texts]
     with _explained(info.name, model):
-        stock = [model(**_inputs(text, source, info.device), use_cache=False).logits[0]
+        stock = [model(**_inputs(text, source, info), use_cache=False).logits[0]
                  for text, source in zip(texts, sources, strict=True)]  # fmt: skip
         for number, (text, source) in enumerate(zip(texts, sources, strict=True)):
             cache.open(str(number), text, source)
@@ -285,12 +285,12 @@ def check_against_stock(lm: CausalLM, model: Any) -> None:
         )
 
 
-def _inputs(text: Sequence[int], source: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+def _inputs(text: Sequence[int], source: Source, info: ModelInfo) -> dict[str, Tensor]:
     """What a stock forward reads; an encoder-decoder's is given the text as its decoder's."""
-    ids_1T = torch.tensor([text], device=device)
+    ids_1T = torch.tensor([text], device=info.device)
     if not source:
         return {"input_ids": ids_1T}
-    return {"input_ids": torch.tensor([source], device=device), "decoder_input_ids": ids_1T}
+    return {**stock_inputs(source, torch.empty(0, dtype=info.dtype, device=info.device)), "decoder_input_ids": ids_1T}
 
 
 def _difference(ours_NV: Tensor, stock_NV: Tensor) -> float:

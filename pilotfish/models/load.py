@@ -97,7 +97,11 @@ def load(
 
 def from_objects(model: Any, tokenizer: Any = None, name: str = "") -> Loaded:
     """Wrap a loaded Hugging Face model and tokenizer (or None). The model stays usable by its owner. Of a peft model,
-    the adapters that are active now are a part of it."""
+    the adapters that are active now are a part of it; of a processor, its tokenizer."""
+    if tokenizer is not None:
+        from transformers import ProcessorMixin
+
+        tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
     if not isinstance(model, Decoder | QuantizedDecoder | AdaptedLM):
         from transformers import PreTrainedModel
 
@@ -198,8 +202,16 @@ def _bare_config(folder: Path) -> dict[str, Any]:
 
 def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str | None) -> Any:
     """The Hugging Face model, on its device."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GgufConfig
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+        GgufConfig,
+    )
     from transformers.utils import logging
+
+    from .speech import FAMILIES as HEARING
 
     if gguf_file is not None:
         _refuse_unread_settings(Path(source, gguf_file), name)
@@ -213,7 +225,7 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
         if gguf_file is None:
             config = AutoConfig.from_pretrained(source)
             if getattr(config, "is_encoder_decoder", False):
-                kind = AutoModelForSeq2SeqLM
+                kind = AutoModelForSpeechSeq2Seq if config.model_type in HEARING else AutoModelForSeq2SeqLM
             if quantised_by(config) is not None:  # such weights cannot all be moved afterwards
                 weights["device_map"] = {"": str(options.torch_device)}
         with _alone(source, gguf_file) as folder:

@@ -23,6 +23,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..decoding.source import Features, Source
 from .pages import ROOT, Origin, PagePool, Parent
 
 Reading = TypeVar("Reading")
@@ -43,12 +44,14 @@ class _Sequence:
     length: int = 0
     num_known: int = 0  # full pages that the pool has been told of
     last_known: Parent = ROOT  # the number of the last of them
-    source: tuple[int, ...] = ()
+    source: Source = ()
     adapter: str = ""
 
     @property
     def origin(self) -> Origin:
-        return (self.adapter, *self.source) if self.adapter else self.source
+        # Pages outlive their sequences, so they must not hold on to numbers.
+        name = (self.source.digest,) if isinstance(self.source, Features) else self.source
+        return (self.adapter, *name) if self.adapter else name
 
 
 class KVCache:
@@ -103,7 +106,7 @@ class KVCache:
         """Committed rows."""
         return self._sequences[sequence].length
 
-    def source(self, sequence: str) -> tuple[int, ...]:
+    def source(self, sequence: str) -> Source:
         """What the encoder reads for this sequence; empty for a decoder-only model's."""
         return self._sequences[sequence].source
 
@@ -116,7 +119,7 @@ class KVCache:
         entry = self._sequences[sequence]
         return not entry.source or entry.origin in self._readings
 
-    def reading(self, sequence: str, read: Callable[[tuple[int, ...]], Reading]) -> Reading:
+    def reading(self, sequence: str, read: Callable[[Source], Reading]) -> Reading:
         """What a model makes of a sequence's source, made at the first call."""
         entry = self._sequences[sequence]
         assert entry.source, f"{sequence} has no source"
@@ -124,14 +127,15 @@ class KVCache:
             self._readings[entry.origin] = read(entry.source)
         return self._readings[entry.origin]  # type: ignore[return-value]  # one model, one kind of reading
 
-    def open(self, sequence: str, tokens: Sequence[int], source: Sequence[int] = (), adapter: str = "") -> int:
+    def open(self, sequence: str, tokens: Sequence[int], source: Source | Sequence[int] = (), adapter: str = "") -> int:
         """Begin a sequence; returns how many of its first rows are there already, from pages with the same tokens
         (and the same source and adapter).
 
         At least the last token is always left to compute: its logits are wanted.
         """
         assert sequence not in self._sequences, f"{sequence} is open already"
-        entry = self._sequences[sequence] = _Sequence(source=tuple(source), adapter=adapter)
+        source = source if isinstance(source, Features) else tuple(source)
+        entry = self._sequences[sequence] = _Sequence(source=source, adapter=adapter)
         entry.last_known = entry.origin or ROOT
         if self.prefix_sharing:
             for start in range(0, len(tokens) - self.page_size, self.page_size):

@@ -15,7 +15,7 @@ from itertools import count
 
 ROOT = 0  # the number that stands before the first page
 
-Origin = tuple[int | str, ...]  # an adapter's name, if there is one, and the ids of the source, if there is one
+Origin = tuple[int | str, ...]  # an adapter's name, if there is one; the ids (or the digest) of the source, if any
 Parent = int | Origin  # a page's number, or what stands before the first one
 
 

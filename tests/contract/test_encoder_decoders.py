@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pilotfish.decoding.draft import ancestors
+from pilotfish.decoding.source import Features, Source
 from pilotfish.models.encdec import EncoderDecoder
 from pilotfish.paged.batch import Feed, lay_out
 from tests.contract.test_models import TREE, Run, assert_same, prefixes, text, tree_draft
-from tests.models.tiny import tiny_pair
+from tests.models.tiny import sound, tiny_pair
 
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,8 +32,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Marian": ("marian", {}),
     "mBART": ("mbart", {}),
     "Pegasus": ("pegasus", {}),
+    "Whisper": ("whisper", {}),
 }
 SOURCE_A, SOURCE_B = text(13, seed=31), text(4, seed=32)
+
+
+def sources(case: str) -> tuple[Any, Any]:
+    """Two for this family."""
+    return (sound(31), sound(32)) if case == "Whisper" else (SOURCE_A, SOURCE_B)
+
+
+def nearly(source: Any) -> Any:
+    """Without the last token; with the last number changed."""
+    if not isinstance(source, Features):
+        return source[:-1]
+    values = source.values.clone()
+    values[-1, -1] += 1
+    return Features(values)
 
 
 @functools.cache
@@ -44,15 +60,17 @@ def wrapped(case: str) -> EncoderDecoder:
 class Oracle:
     """The stock model, in an object of its own, with one source."""
 
-    def __init__(self, case: str, source: Sequence[int]):
+    def __init__(self, case: str, source: Source | Sequence[int]):
         kind, overrides = CASES[case]
-        self.model, self.source = tiny_pair(kind, **overrides), torch.tensor([source])
+        self.model: Any = tiny_pair(kind, **overrides)
+        heard = isinstance(source, Features)
+        self.source = {"input_features": source.values[None]} if heard else {"input_ids": torch.tensor([source])}
 
     def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """The logits behind each of these decoder texts, one row per text."""
         with torch.inference_mode():
             rows = [
-                self.model(input_ids=self.source, decoder_input_ids=torch.tensor([one]), use_cache=False).logits[0, -1]
+                self.model(**self.source, decoder_input_ids=torch.tensor([one]), use_cache=False).logits[0, -1]
                 for one in texts
             ]
         return torch.stack(rows)
@@ -67,10 +85,11 @@ def _no_float32_inside(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("case", CASES)
 def test_prefill_chains_and_trees_of_two_sources_in_shared_passes(case: str):
-    run, of_first, of_second = Run(wrapped(case)), Oracle(case, SOURCE_A), Oracle(case, SOURCE_B)
+    source_a, source_b = sources(case)
+    run, of_first, of_second = Run(wrapped(case)), Oracle(case, source_a), Oracle(case, source_b)
     a, b = text(9, seed=1), text(5, seed=2)
-    run.cache.open("a", a, SOURCE_A)
-    run.cache.open("b", b, SOURCE_B)
+    run.cache.open("a", a, source_a)
+    run.cache.open("b", b, source_b)
 
     # Both texts begin in one pass, neither is finished.
     rows_a, rows_b = run(run.feed("a", a[:6], num_wanted=2), run.feed("b", b[:4], num_wanted=1))
@@ -127,21 +146,23 @@ def test_a_tree_grown_level_by_level(case: str):
 def test_the_source_matters(case: str):
     """Negative control: with another source, or with less of it, the rows are others."""
     one = text(5, seed=1)
-    rows = [Oracle(case, source)([one]) for source in (SOURCE_A, SOURCE_B, SOURCE_A[:-1])]
+    source_a, source_b = sources(case)
+    rows = [Oracle(case, source)([one]) for source in (source_a, source_b, nearly(source_a))]
     for other in rows[1:]:
         with pytest.raises(AssertionError):
             assert_same(rows[0], other)
 
 
-@pytest.mark.parametrize("case", ["T5", "BART"])
+@pytest.mark.parametrize("case", ["T5", "BART", "Whisper"])
 def test_pages_are_shared_under_one_source_only(case: str):
-    run, of_first, of_second = Run(wrapped(case)), Oracle(case, SOURCE_A), Oracle(case, SOURCE_B)
+    source_a, source_b = sources(case)
+    run, of_first, of_second = Run(wrapped(case)), Oracle(case, source_a), Oracle(case, source_b)
     a = text(9, seed=1)
-    for name, source, found in (("a", SOURCE_A, 0), ("again", SOURCE_A, 8), ("b", SOURCE_B, 0)):
+    for name, source, found in (("a", source_a, 0), ("again", source_a, 8), ("b", source_b, 0)):
         assert run.cache.open(name, a, source) == found
         (rows,) = run(run.feed(name, a[found:], num_wanted=1))
         run.cache.commit(name, range(len(a) - found), a)
-        assert_same(rows, (of_second if source is SOURCE_B else of_first)([a]))
+        assert_same(rows, (of_second if source is source_b else of_first)([a]))
 
 
 def test_pages_of_another_source_would_be_noticed():
@@ -180,11 +201,11 @@ def test_a_source_is_read_once_and_forgotten_with_its_last_sequence():
     run.cache.check()
 
 
-@pytest.mark.parametrize("case", ["T5", "Marian"])
+@pytest.mark.parametrize("case", ["T5", "Marian", "Whisper"])
 def test_some_layers_alone_and_states_that_leave_them(case: str):
-    run = Run(wrapped(case))
+    run, (source, _) = Run(wrapped(case)), sources(case)
     a = text(6, seed=1)
-    run.cache.open("a", a, SOURCE_A)
+    run.cache.open("a", a, source)
     (whole,) = run(run.feed("a", a))
     batch = lay_out([run.feed("a", a)], run.cache)
     part = wrapped(case).forward(batch, run.cache, layers=(0, 2), taps=(2,))
@@ -196,7 +217,7 @@ def test_some_layers_alone_and_states_that_leave_them(case: str):
     kept = [layer for i, layer in enumerate(getattr(stack, name)) if i != 1]
     setattr(stack, name, torch.nn.ModuleList(kept))
     with torch.inference_mode():
-        ids = {"input_ids": torch.tensor([SOURCE_A]), "decoder_input_ids": torch.tensor([a])}
+        ids = Oracle(case, source).source | {"decoder_input_ids": torch.tensor([a])}
         stock = shorter(**ids, use_cache=False, output_hidden_states=True)
     assert_same(part.logits_NV, stock.logits[0])
     assert part.taps[2].shape == stock.decoder_hidden_states[-1][0].shape

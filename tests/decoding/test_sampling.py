@@ -27,6 +27,8 @@ def reference_process(logits, params, prompt, output, stop_ids):
     logits = list(logits)
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
+    for token in params.begin_suppress_tokens:
+        logits[token] = logits[token] if output else -math.inf
     if len(output) < params.min_tokens:
         for token in stop_ids:
             logits[token] = -math.inf
@@ -83,6 +85,8 @@ SETTINGS = [
     {"frequency_penalty": -0.7},
     {"logit_bias": {2: 4.0, 5: -3.0}},
     {"logit_bias": {0: -math.inf}},
+    {"begin_suppress_tokens": [2, 5]},
+    {"begin_suppress_tokens": [2], "logit_bias": {2: 4.0}, "min_tokens": 2, "repetition_penalty": 1.2},
     {"min_tokens": 1},
     {"min_tokens": 3},
     {"temperature": 0.7, "top_k": 4, "top_p": 0.8, "min_p": 0.02},
@@ -187,11 +191,18 @@ def test_min_tokens_sees_the_length_of_its_own_row():
     assert torch.isinf(processed_NV).tolist() == [[False, False, True], [False, False, True], [False] * 3]
 
 
+def test_what_cannot_be_first_may_come_second():
+    """Each row by its own text: in a draft's rows, all but the pending one have something before them."""
+    processed_NV = process(torch.zeros(3, 3), SamplingParams(begin_suppress_tokens=[0, 1]), (5,), [(), (2,), (2, 2)])
+    assert torch.isinf(processed_NV).tolist() == [[True, True, False], [False] * 3, [False] * 3]
+
+
 def test_ids_beyond_a_smaller_vocabulary_are_ignored():
     """A draft head may know fewer ids than the target; what it cannot say needs no penalty."""
     params = SamplingParams(
-        logit_bias={2: 1.0, 99: 5.0}, min_tokens=5, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0
-    )
+        logit_bias={2: 1.0, 99: 5.0}, min_tokens=5, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0,
+        begin_suppress_tokens=[95],
+    )  # fmt: skip
     processed_NV = process(torch.ones(1, 3), params, (98, 0), [(97, 1)], {96, 2})
     assert processed_NV.tolist() == [[0.5, -1.5, -math.inf]]
 
@@ -257,6 +268,7 @@ def test_greedy_has_no_law():
         "min_tokens": [-1, 257, 1.0, "1", None, True],
         "stop": ["", ("a", ""), ("a", 1), [None], 5],
         "stop_token_ids": [("1",), "12", (1.0,), (True,), (None,), (-1,), 5],
+        "begin_suppress_tokens": [("1",), (1.0,), (True,), (-1,), 5],
         "include_stop_str_in_output": [1, "yes", None],
         "ignore_eos": [0, "false", None],
         "seed": [1.0, "1", True],
@@ -297,6 +309,7 @@ def test_stop_is_normalised_to_a_tuple():
     assert SamplingParams(stop="ab").stop == ("ab",)
     assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+    assert SamplingParams(begin_suppress_tokens=[1]).begin_suppress_tokens == (1,)
     assert SamplingParams() == SamplingParams(stop=[], stop_token_ids=[])
 
 

@@ -31,6 +31,7 @@ SEEDED = [
     SamplingParams(seed=13, temperature=1.6, top_k=5, min_p=0.02),
     SamplingParams(seed=14, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3),
     SamplingParams(temperature=0, frequency_penalty=1.0, logit_bias={2: 3.0, 7: -float("inf")}, min_tokens=5),
+    SamplingParams(seed=15, begin_suppress_tokens=range(8)),
 ]
 
 

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedModel,
+)
+
+from pilotfish.decoding.source import Features
 
 VOCAB_SIZE = 64
 CONTEXT = 128
@@ -68,6 +76,24 @@ _PAIRS: dict[str, dict[str, Any]] = {
         "bos_token_id": None,
         "eos_token_id": None,
         "forced_eos_token_id": None,
+        "pad_token_id": 0,
+    },
+    "whisper": {
+        "vocab_size": VOCAB_SIZE,
+        "max_target_positions": CONTEXT,
+        "max_source_positions": 10,
+        "num_mel_bins": 6,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "decoder_start_token_id": 1,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "begin_suppress_tokens": None,
         "pad_token_id": 0,
     },
 }
@@ -135,7 +161,7 @@ def tiny_pair(
 
     tied: whether its head is its embedding; then it repeats its last token often.
     """
-    fields = _PAIRS["bart" if kind in ("bart", "marian", "mbart", "pegasus") else "t5"]
+    fields = _PAIRS[kind if kind == "whisper" else "bart" if kind in ("bart", "marian", "mbart", "pegasus") else "t5"]
     model: Any = build(AutoConfig.for_model(kind, **fields | overrides), seed=seed, dtype=dtype, pair=True)
     for name, weight in model.named_parameters():
         if name.endswith("out_proj.weight"):  # else all that is seen drowns the last token, behind every norm
@@ -145,17 +171,26 @@ def tiny_pair(
             module.weight.data.copy_(module.create_weight())
     generator = torch.Generator().manual_seed(seed)
     if not tied:
-        weight = 0.3 * torch.randn(model.lm_head.weight.shape, generator=generator, dtype=torch.float64)
-        model.lm_head.weight = nn.Parameter(weight.to(dtype))
+        head = model.get_output_embeddings()
+        weight = 0.3 * torch.randn(head.weight.shape, generator=generator, dtype=torch.float64)
+        head.weight = nn.Parameter(weight.to(dtype))
     if (bias := getattr(model, "final_logits_bias", None)) is not None:
         bias.normal_(0, 0.5, generator=generator)
     return model
 
 
+def sound(seed: int = 0, num_bins: int = 6, num_frames: int = 20) -> Features:
+    """What a tiny Whisper hears."""
+    generator = torch.Generator().manual_seed(seed)
+    return Features(torch.randn(num_bins, num_frames, generator=generator, dtype=torch.float64))
+
+
 def build(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float64, pair: bool = False) -> PreTrainedModel:
     """A causal LM of this config with random weights; pair: an encoder-decoder."""
     with torch.random.fork_rng(devices=[]):  # initialising draws from the global generator
-        model = (AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM).from_config(config)
+        hears = config.model_type == "whisper"
+        kind = AutoModelForSpeechSeq2Seq if hears else AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM
+        model = kind.from_config(config)
     model = model.double().eval()
     generator = torch.Generator().manual_seed(seed)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

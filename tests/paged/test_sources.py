@@ -1,7 +1,9 @@
 """Sequences with sources in the cache: what is shared, what is kept, and what goes with the last of them."""
 
 import pytest
+import torch
 
+from pilotfish.decoding.source import Features
 from tests.paged.test_cache import cache_of
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -58,6 +60,23 @@ def test_what_was_read_goes_with_the_last_sequence():
     assert not cache.was_read("a") and cache.was_read("c")
     cache.reading("a", read)
     assert reads == [(1, 2), (3,), (1, 2)]
+
+
+def test_features_are_known_by_every_bit():
+    values = torch.arange(6.0).reshape(2, 3)
+    other = values.clone()
+    other[0, 0] = -0.0
+    one, twin, last = Features(values), Features(values.clone()), Features(other)
+    cache, reads = cache_of(16), []
+    assert [filled(cache, *case) for case in (("a", one), ("b", last), ("c", twin), ("d", [7]))] == [0, 0, 8, 0]
+    assert cache.open("e", TEXT, one, "law") == 0, "nor are they shared with an adapter's"
+    made = {name: cache.reading(name, lambda source: reads.append(source) or object()) for name in "abce"}
+    assert reads == [one, last, one] and made["a"] is made["c"] is not made["e"]
+    assert cache.source("c") == one and cache.was_read("c")
+    cache.check()
+    for name in "abcde":
+        cache.release(name)
+    assert not cache._readings and filled(cache, "f", twin) == 8
 
 
 def test_a_sequence_without_a_source_has_nothing_to_read():
