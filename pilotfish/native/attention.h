@@ -39,6 +39,10 @@ INLINE void transpose_sixteen(const float *const *keys, i64 width, float *out) {
     }
 }
 
+INLINE void ask_for(const char *memory, i64 bytes) {
+    for (i64 place = 0; place < bytes; place += 64) __builtin_prefetch(memory + place, 0, 2);
+}
+
 struct Head {  // one key head of one sequence
     const i64 *slots;
     const char *keys, *values;  // of slot 0
@@ -53,6 +57,7 @@ static void lift_keys(const Head &h, i64 first, i64 stop, i64 *offsets, float *l
     for (i64 j = 0; j < count; j += 16) {
         const float *keys[16];
         for (int i = 0; i < 16; i++) keys[i] = (const float *)(h.keys + offsets[j + i]);
+        for (int i = 0; i < 16; i++) ask_for(h.values + offsets[j + i], h.dim * 4);  // read when the scores are there
         transpose_sixteen(keys, h.dim / 16, lifted + j);
     }
 }
@@ -86,8 +91,20 @@ INLINE void score_columns(const float *queries, const float *lifted, i64 dim, fl
         for (int c = 0; c < COLUMNS; c++) store(out + i * BLOCK + 16 * c, mul(sums[i][c], splat(scale)));
 }
 
+// Keys that are wanted next: whoever weighs values asks memory for them, one a value.
+struct Coming {
+    const i64 *slots, *stop;
+    const char *keys;
+    i64 stride, bytes;
+
+    void ask() {
+        if (slots < stop) ask_for(keys + *slots++ * stride, bytes);
+    }
+};
+
 template <int N, int COLUMNS>
-INLINE void weigh_columns(const float *weights, const Head &h, const i64 *offsets, i64 num_keys, i64 column, float *out) {
+INLINE void weigh_columns(const float *weights, const Head &h, const i64 *offsets, i64 num_keys, i64 column,
+                          Coming &coming, float *out) {
     F sums[N][COLUMNS];
     for (int i = 0; i < N; i++)
         for (int c = 0; c < COLUMNS; c++) sums[i][c] = splat(0.0f);
@@ -95,6 +112,7 @@ INLINE void weigh_columns(const float *weights, const Head &h, const i64 *offset
         const float *value = (const float *)(h.values + offsets[j]) + column;
         F parts[COLUMNS];
         for (int c = 0; c < COLUMNS; c++) parts[c] = load(value + 16 * c);
+        coming.ask();
         for (int i = 0; i < N; i++)
             for (int c = 0; c < COLUMNS; c++) sums[i][c] = fma(splat(weights[i * BLOCK + j]), parts[c], sums[i][c]);
     }
@@ -106,7 +124,7 @@ INLINE void weigh_columns(const float *weights, const Head &h, const i64 *offset
 // score, the sum of weights. num_unseen: first keys of the block that the window hides.
 template <int N>
 static void attend_block(const float *queries, const float *lifted, const Head &h, const i64 *offsets, i64 num_keys,
-                         i64 num_unseen, float scale, float *scores, float *out) {
+                         i64 num_unseen, float scale, Coming &coming, float *scores, float *out) {
     i64 sixteens = (num_keys + 15) / 16, width = h.dim / 16, i;
     for (i = 0; i + 4 <= sixteens; i += 4)
         score_columns<N, 4>(queries, lifted + 16 * i, h.dim, scale, scores + 16 * i);
@@ -127,8 +145,9 @@ static void attend_block(const float *queries, const float *lifted, const Head &
     }
     i64 seen = num_keys - num_unseen;
     for (i = 0; i + 4 <= width; i += 4)
-        weigh_columns<N, 4>(scores + num_unseen, h, offsets + num_unseen, seen, 16 * i, out);
-    for (; i < width; i++) weigh_columns<N, 1>(scores + num_unseen, h, offsets + num_unseen, seen, 16 * i, out);
+        weigh_columns<N, 4>(scores + num_unseen, h, offsets + num_unseen, seen, 16 * i, coming, out);
+    for (; i < width; i++)
+        weigh_columns<N, 1>(scores + num_unseen, h, offsets + num_unseen, seen, 16 * i, coming, out);
 }
 
 static void clear_states(float *state, i64 num, i64 dim) {

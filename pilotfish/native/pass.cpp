@@ -155,8 +155,17 @@ struct Pass : Table {
         return {(i64 *)scratch, (float *)scores, (float *)parts, (float *)lifted, (float *)lifted + dim * BLOCK};
     }
 
-    // Blocks first..stop-1 of one key head for the rows of one group, merged into this thread's states.
-    void attend_rows(const i64 *layer, const i64 *group, i64 key_head, i64 first, i64 stop) {
+    // The trunk's keys in one block of one group's sequence.
+    Coming keys_of(const i64 *layer, const i64 *group, i64 key_head, i64 block) const {
+        i64 begin = block * BLOCK, trunk = prefixes[group[0]], end = begin + BLOCK < trunk ? begin + BLOCK : trunk;
+        const i64 *slots = slot_table + group[2];
+        return {slots + begin, slots + end, (const char *)((const float *)layer[KEYS] + key_head * dim),
+                key_heads * dim * 4, dim * 4};
+    }
+
+    // Blocks first..stop-1 of one key head for the rows of one group, merged into this thread's states. after: what is
+    // read next.
+    void attend_rows(const i64 *layer, const i64 *group, i64 key_head, i64 first, i64 stop, const Coming &after) {
         const Parts mine = scratch_parts();
         const Head head = {slot_table + group[2], (const char *)((const float *)layer[KEYS] + key_head * dim),
                            (const char *)((const float *)layer[VALUES] + key_head * dim), key_heads * dim * 4, dim};
@@ -164,6 +173,7 @@ struct Pass : Table {
         for (i64 row = group[0]; row < group[1]; row++) longest = prefixes[row] > longest ? prefixes[row] : longest;
         for (i64 block = first; block < stop; block++) {
             i64 begin = block * BLOCK;
+            Coming coming = block + 1 < stop ? keys_of(layer, group, key_head, block + 1) : after;
             if (begin < longest)
                 lift_keys(head, begin, longest < begin + BLOCK ? longest : begin + BLOCK, mine.offsets, mine.lifted);
             for (i64 row = group[0]; row < group[1]; row++) {
@@ -178,8 +188,8 @@ struct Pass : Table {
                     const float *query = (const float *)b[QUERIES] + (row * heads + key_head * repeats + i) * dim;
                     auto attend = num == 1 ? attend_block<1> : num == 2 ? attend_block<2>
                                   : num == 3 ? attend_block<3> : attend_block<4>;
-                    attend(query, mine.lifted, head, mine.offsets, end - begin, unseen, factors[1], mine.scores,
-                           mine.parts);
+                    attend(query, mine.lifted, head, mine.offsets, end - begin, unseen, factors[1], coming,
+                           mine.scores, mine.parts);
                     float *state = mine.states + ((row - group[0]) * repeats + i) * (dim + 2);
                     for (i64 j = 0; j < num; j++) merge_block(state + j * (dim + 2), mine.parts + j * (dim + 2), dim);
                 }
@@ -198,17 +208,24 @@ struct Pass : Table {
 
     // Every group and key head; where there are few of them, every block of keys too.
     void attend(const i64 *layer) {
-        i64 repeats = heads / key_heads;
-        each(num_groups * key_heads * num_splits, [&](i64 job) {
-            const i64 *group = groups + job / (key_heads * num_splits) * 4;
-            i64 rest = job % (key_heads * num_splits), split = rest / key_heads, key_head = rest % key_heads;
+        i64 repeats = heads / key_heads, num_jobs = num_groups * key_heads * num_splits, num_done = 0;
+        struct Place { const i64 *group; i64 split, key_head; };
+        auto place_of = [&](i64 job) {
+            i64 rest = job % (key_heads * num_splits);
+            return Place{groups + job / (key_heads * num_splits) * 4, rest / key_heads, rest % key_heads};
+        };
+        for (i64 job = take(phase), next; job < num_jobs; job = next, num_done++) {  // taken ahead, as in products.h
+            next = take(phase);
+            auto [group, split, key_head] = place_of(job);
+            Coming after = {};
+            if (next < num_jobs) {
+                auto [its_group, its_split, its_head] = place_of(next);
+                after = keys_of(layer, its_group, its_head, its_split);
+            }
             i64 num = (group[1] - group[0]) * repeats;
             float *states = scratch_parts().states;
             clear_states(states, num, dim);
-            if (num_splits > 1)
-                attend_rows(layer, group, key_head, split, split + 1);
-            else
-                attend_rows(layer, group, key_head, 0, group[3]);
+            attend_rows(layer, group, key_head, split, num_splits > 1 ? split + 1 : group[3], after);
             for (i64 i = 0; i < num; i++) {
                 i64 row = group[0] + i / repeats, head = key_head * repeats + i % repeats;
                 if (num_splits > 1)
@@ -216,7 +233,8 @@ struct Pass : Table {
                 else
                     leave(row, head, states + i * (dim + 2));
             }
-        });
+        }
+        phase = finish(phase, num_jobs, num_done, &ahead);
     }
 
     // Merge what the blocks' jobs left, in the order of the keys, and quantise the row.
