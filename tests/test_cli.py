@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from pilotfish.bench import measure
 from pilotfish.cli import main
 from pilotfish.drafters import registry
 from pilotfish.engine.engine import Engine
@@ -255,6 +256,38 @@ def test_bench_ends_with_a_json_document(model: str, tmp_path: Path) -> None:
     rows = json.loads(result.stdout.splitlines()[-1])["rows"]
     assert {(row["method"], row["category"]) for row in rows} >= {("none", "all"), ("ngram", "letters")}
     assert all(row["identical"] for row in rows)
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+@pytest.mark.parametrize("num_runs", [0, 3])
+def test_an_interrupted_measurement_shows_what_there_is_and_is_no_success(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, num_runs: int
+) -> None:
+    run_one, left, out = measure._run, [num_runs], tmp_path / "best.json"
+
+    def until(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return run_one(*arguments)
+
+    monkeypatch.setattr(measure, "_run", until)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "abcabcabc"}\n')
+    words = [command, "-m", model, "--prompts", str(tmp_path / "p.jsonl"), "--max-tokens", "8", "--method", "ngram"]
+    result = run(*words, *(["--out", str(out)] if command == "tune" else []), "--num-speculative-tokens", "2")
+    assert result.exit_code == 130
+    assert "interrupted" in result.stdout
+    assert ("ngram" in result.stdout) == (num_runs > 0)
+    assert not out.exists()
+
+
+def test_bench_json_is_one_document(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "abcabcabc"}\n')
+    words = ("bench", "-m", model, "--prompts", str(path), "--repeats", "1", "--max-tokens", "4", "--json")
+    assert json.loads(run(*words).stdout).keys() == {"rows", "environment"}
+    refused = run(*words, "--profile")
+    assert refused.exit_code == 2 and "leave one out" in refused.stderr
 
 
 def test_tune_layer_skip_searches_layers_and_takes_none(model: str, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from ..proof.options import VerifyOptions
 from .common import drafting_flags, model_flags, name_flag, speculative_config
 from .group import main
 
+_json_flag = click.option("--json", "as_json", is_flag=True, help="print one JSON object instead of the table")
+
 
 @main.command()
 @click.argument("model", default="demo")
@@ -26,7 +28,7 @@ from .group import main
 @flags.from_fields(LoadOptions, EngineOptions)
 @click.option("--prompts", help="JSONL to measure on what quantisation costs; our own few if unset")
 @click.option("--limit", type=click.IntRange(min=1), help="take this many of them, spread over the categories")
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@_json_flag
 def inspect(model: str, as_json: bool, prompts: str | None, limit: int | None, **values: Any) -> None:
     """Say what MODEL is and what can draft for it.
 
@@ -69,15 +71,18 @@ def _quality(model: str, options: LoadOptions, prompts: str | None, limit: int |
 @model_flags
 @drafting_flags(several=True, without=["num_speculative_tokens"])
 @flags.from_fields(BenchOptions)
-def bench(model: str, method: tuple[str, ...], **values: Any) -> None:
+@_json_flag
+def bench(model: str, method: tuple[str, ...], as_json: bool, **values: Any) -> None:
     """Measure methods beside plain decoding.
 
-    They take turns on the same prompts. A table, and one JSON document as the last line.
+    They take turns on the same prompts. A table; in a file or a pipe, one JSON document follows as the last line.
     """
     from ..bench import print_report, run_bench
     from ..models.load import load
 
     options = flags.pick(BenchOptions, values)
+    if as_json and options.profile:
+        raise OptionError("--json prints one document alone, and --profile prints a table: leave one out")
     config = speculative_config({**values, "num_speculative_tokens": None})
     names = method or ((config["method"],) if "method" in config else ("ngram",))
     speculations = registry.parse_each(names, config)
@@ -87,7 +92,10 @@ def bench(model: str, method: tuple[str, ...], **values: Any) -> None:
         from ..bench.profile import print_profile, run_profile
 
         print_profile(run_profile(options, target, speculations, engine), target)
-    print_report(run_bench(options, target, speculations, engine=engine))
+    report = run_bench(options, target, speculations, engine=engine)
+    print_report(report, as_json=as_json)
+    if report.environment["interrupted"]:
+        raise SystemExit(130)
 
 
 @main.command()
@@ -95,10 +103,12 @@ def bench(model: str, method: tuple[str, ...], **values: Any) -> None:
 @flags.from_fields(LoadOptions)
 @drafting_flags()
 @flags.from_fields(VerifyOptions)
-def verify(model: str, **values: Any) -> None:
+@_json_flag
+def verify(model: str, as_json: bool, **values: Any) -> None:
     """Prove that drafting changes nothing.
 
-    On your own models, in some minutes; exit status 1 if it does change something.
+    On your own models, in some minutes; exit status 1 if it does change something. A table and a verdict; in a file or
+    a pipe, one line of JSON follows.
     """
     from ..models.load import load
     from ..proof import print_report, run_verify
@@ -106,7 +116,7 @@ def verify(model: str, **values: Any) -> None:
     speculation = registry.parse(speculative_config(values))
     target = load(model, **asdict(flags.pick(LoadOptions, values)))
     report = run_verify(flags.pick(VerifyOptions, values), target, speculation)
-    print_report(report)
+    print_report(report, as_json=as_json)
     if not report.lossless:
         raise SystemExit(1)
 
@@ -137,5 +147,7 @@ def tune(what: str | None, model: str, method: tuple[str, ...], **values: Any) -
         config |= best_layers(options, target, engine)
     configs, reasons = fitting(target, names, config, engine)
     configs += with_frequent_tokens(options, target, configs, engine)
-    choices = run_tune(options, target, [registry.parse(one) for one in configs], configs, engine=engine)
-    print_ranking(choices, reasons, options.out)
+    ranked = run_tune(options, target, [registry.parse(one) for one in configs], configs, engine=engine)
+    print_ranking(ranked, reasons, options)
+    if ranked.interrupted:
+        raise SystemExit(130)

@@ -49,4 +49,6 @@ def _train(kind: type[TrainOptions], model: str, values: Mapping[str, Any]) -> N
         raise OptionError("give --out: the folder for texts, checkpoints and the head")
     names = {spec.name for spec in fields(LoadOptions)}
     given = {name: value for name, value in flags.given(values).items() if name in names}
-    run_train(flags.pick(kind, values), model, given)
+    trained = run_train(flags.pick(kind, values), model, given)
+    if trained.report is not None and trained.report.environment["interrupted"]:  # the head is there; its bench is not
+        raise SystemExit(130)

@@ -76,9 +76,19 @@ class Report:
         )
 
 
-def print_report(report: Report) -> None:
-    """A table, the verdict in words, and as the last line of stdout the JSON."""
-    console = Console()
+def print_report(report: Report, console: Console | None = None, *, as_json: bool = False) -> None:
+    """A table and the verdict in words; then the JSON as the last line of stdout, unless that is a terminal.
+
+    as_json: the JSON alone, wherever it goes.
+    """
+    console = console or Console()
+    if not as_json:
+        _print_table(report, console)
+    if as_json or not console.file.isatty():
+        print(report.as_json(), file=console.file, flush=True)
+
+
+def _print_table(report: Report, console: Console) -> None:
     table = Table(title=f"{report.target} | {report.method}", title_justify="left")
     table.add_column("check")
     table.add_column("passed")
@@ -90,4 +100,3 @@ def print_report(report: Report) -> None:
         table.add_row(check.name, mark, f"{check.statistic:.3g}", f"{check.threshold:.3g}", check.detail)
     console.print(table)
     console.print(report.verdict, markup=False, highlight=False, style="green" if report.lossless else "bold red")
-    print(report.as_json(), flush=True)

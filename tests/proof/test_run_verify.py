@@ -1,10 +1,12 @@
 """The whole proof: it passes for what is right, fails for what is wrong, and says which."""
 
+import io
 import json
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pilotfish.drafters import registry
 from pilotfish.drafters.draft_model import DraftModelDrafter
@@ -103,6 +105,12 @@ def test_the_report_is_a_table_a_verdict_and_a_line_of_json(options, table, caps
         assert isinstance(check["threshold"], (int, float))
     again = prove(options, table, {"method": "ngram", "num_speculative_tokens": 3})
     assert again.checks == report.checks, "a proof repeats exactly"
+    print_report(report, as_json=True)
+    assert capsys.readouterr().out == last + "\n"
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    print_report(report, Console(file=screen, width=120))
+    assert "lossless: all" in screen.getvalue() and '{"lossless"' not in screen.getvalue(), "people do not read it"
 
 
 def test_a_lying_drafter_is_not_lossless(options, table, draft):
