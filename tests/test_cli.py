@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,10 @@ def test_generate_prints_the_text_and_a_line_about_it(model: str) -> None:
     assert "K auto (8 rows cost " in result.stderr and "predicted gain" in result.stderr
     assert "12 tokens" in result.stderr
     assert "finish reason: length" in result.stderr
-    assert result.stdout == run("generate", "abcabcabc", "-m", model, "--max-tokens", "12").stdout
+    assert "nothing drafts" not in result.stderr
+    plain = run("generate", "abcabcabc", "-m", model, "--max-tokens", "12")
+    assert result.stdout == plain.stdout
+    assert "nothing drafts: give --method" in plain.stderr
 
 
 def test_generate_json_has_text_ids_usage_and_the_block(model: str) -> None:
@@ -106,6 +110,7 @@ def test_a_draft_model_drafts(model: str) -> None:
         (["--num-pages", "1"], "raise num_pages"),
         (["--num-pages", str(10**15)], "lower num_pages"),
         (["--max-model-len", "4"], "the prompt has 6 tokens and the context 4"),
+        (["--exit-layer", "1"], "needs a method: one of layer_skip (on the command line --method)"),
         (["--speculative-config", "{"], "not JSON"),
         (["--speculative-config", '{"method": "ngram", "prompt_lookup_mx": 3}'], "did you mean 'prompt_lookup_max'?"),
         (["--speculative-config", '{"method": "ngram"}', "--method", "none"], "method is given twice"),
@@ -232,8 +237,18 @@ def test_chat_remembers_what_was_said(model: str) -> None:
     result = CliRunner().invoke(main, words, input="abc\nabc\n\n", catch_exceptions=False)
     assert result.exit_code == 0
     assert result.stderr.count("[4 tokens") == 2
+    assert "Ctrl-D" not in result.stderr, "nobody types here"
     first, second = result.stdout.splitlines()[:2]
     assert first != second  # the second answer has more before it
+
+
+def test_chat_says_how_to_leave_it_to_whoever_types(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "pilotfish.cli.texts.sys", types.SimpleNamespace(stdin=types.SimpleNamespace(isatty=lambda: True))
+    )
+    result = CliRunner().invoke(main, ["chat", "-m", model], input="\n", catch_exceptions=False)
+    assert result.exit_code == 0
+    assert result.stderr.splitlines()[-1] == "an empty line or Ctrl-D ends the talk, Ctrl-C cuts an answer short"
 
 
 def test_inspect_says_what_drafts_and_why_not(model: str) -> None:
@@ -245,6 +260,18 @@ def test_inspect_says_what_drafts_and_why_not(model: str) -> None:
     assert "needs a draft model" in facts["drafters"]["draft_model"]
     assert json.loads(run("inspect", model, "--json", "--draft-model", model).stdout)["drafters"]["draft_model"] is None
     assert "what can draft for it" in run("inspect", model).stdout
+
+
+def test_inspect_shows_what_is_known_before_it_measures(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_words: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pilotfish.cli.measuring._quality", interrupted)
+    result = run("inspect", model)
+    assert result.exit_code == 130
+    assert "what can draft for it" in result.stdout
+    refused = run("inspect", "nowhere", "--limit", "3")
+    assert refused.exit_code == 2 and "give that too" in refused.stderr
 
 
 def test_bench_ends_with_a_json_document(model: str, tmp_path: Path) -> None:

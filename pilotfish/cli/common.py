@@ -72,6 +72,8 @@ def load_llm(model: str, values: Mapping[str, Any], config: Mapping[str, Any] | 
     drafting = speculative_config(values) if config is None else config
     llm = LLM(model, speculative_config=drafting, **asdict(load), **asdict(engine))
     click.echo(llm.describe(), err=True)
+    if not drafting:
+        click.echo("nothing drafts: give --method (suffix and ngram need nothing else), or --draft-model", err=True)
     return llm
 
 

@@ -42,27 +42,28 @@ def inspect(model: str, as_json: bool, prompts: str | None, limit: int | None, *
         from ..bench.prompts import read_prompts
 
         read_prompts(prompts, limit)  # before a model is loaded, for what is wrong with them
+    if load_options.quantization == "none" and (prompts or limit):
+        raise OptionError("--prompts and --limit are for measuring what --quantization costs: give that too")
     facts = look(model, load_options, flags.pick(EngineOptions, values), speculative_config(values))
+    if not as_json:
+        facts.show()  # now, for what follows may take minutes
     quality = _quality(model, load_options, prompts, limit)
     if as_json:
         click.echo(json.dumps(asdict(facts) | {"quality": quality and asdict(quality)}))
-        return
-    facts.show()
-    if quality:
+    elif quality:
         click.echo(f"against the float model: {quality.describe()}")
 
 
 def _quality(model: str, options: LoadOptions, prompts: str | None, limit: int | None) -> Any:
     """What quantisation costs, if there is any."""
     if options.quantization == "none":
-        if prompts or limit:
-            raise OptionError("--prompts and --limit are for measuring what --quantization costs: give that too")
         return None
     from ..bench.prompts import read_prompts
     from ..bench.quality import measure_quality
     from ..models.load import load
 
     texts = read_prompts(prompts, limit)
+    click.echo(f"measuring what {options.quantization} costs in quality, on {len(texts)} prompts", err=True)
     reference = load(model, **asdict(replace(options, quantization="none", dtype="float32")))
     return measure_quality(load(model, **asdict(options)), reference, texts)
 

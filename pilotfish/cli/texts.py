@@ -125,6 +125,8 @@ def chat(system: str | None, model: str, **values: Any) -> None:
 
     params = sampling_params(values)
     llm = load_llm(model, values)
+    if sys.stdin.isatty():
+        click.echo("an empty line or Ctrl-D ends the talk, Ctrl-C cuts an answer short", err=True)
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     for line in _lines():
         messages.append({"role": "user", "content": line})
