@@ -58,12 +58,13 @@ class Report:
     @property
     def _weight(self) -> str:
         """How much the method had to do with it."""
-        more = "give prompts on which it drafts more (--prompts, --limit, --max-tokens)"
+        more = "prompts on which it drafts more (--prompts, --limit, --max-tokens)"
         if not self.num_drafted:
-            return f"The method itself drafted nothing: what is proven is the engine and its rules, no method; {more}."
+            told = "The method itself drafted nothing: what is proven is the engine and its rules"
+            return f"{told}; give --method if there was none, or {more}."
         few = self.num_drafted < _FEW_DRAFTED or self.num_accepted < _FEW_ACCEPTED
         told = f"The method itself drafted {self.num_drafted} tokens, {self.num_accepted} of them accepted"
-        return f"{told}: with so few, this proves little about it; {more}." if few else f"{told}."
+        return f"{told}: with so few, this proves little about it; give {more}." if few else f"{told}."
 
     def as_json(self) -> str:
         """One line."""
