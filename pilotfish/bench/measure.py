@@ -33,7 +33,7 @@ from .options import BenchOptions
 from .plot import check, draw
 from .progress import Progress
 from .prompts import BenchPrompt, read_prompts
-from .results import Divergence, Report, Run, Variant, rows_of
+from .results import Divergence, Report, Run, Variant, rows_of, speedups_of
 
 _WARMUP_ROWS, _WARMUP_TOKENS = 16, 4
 
@@ -80,7 +80,10 @@ def run_bench(
         work = _prepare(options, target, speculations, engine or EngineOptions())
         report = _report(work)
         if trace is not None and not report.environment["interrupted"]:
-            _trace(work, trace)
+            try:
+                _trace(work, trace)
+            except KeyboardInterrupt:  # what was measured stands
+                report.environment["interrupted"] = True
     if options.plot is not None and report.rows:
         draw(report, options.plot)
     return report
@@ -99,6 +102,7 @@ def _report(work: _Work) -> Report:
     return Report(
         rows_of(work.runs, work.variants, options.temperature, agreement, categories),
         describe(work.target.model.info, options, num_prompts=len(work.prompts), interrupted=interrupted),
+        speedups_of(work.runs, work.variants),
     )
 
 

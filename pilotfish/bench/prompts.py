@@ -83,7 +83,9 @@ def read_line(line: bytes, where: str) -> BenchPrompt:
     """One line of such a file. Raises PromptError, naming ``where``, for a broken one."""
     try:
         entry = json.loads(line)
-    except ValueError as error:  # broken JSON, or bytes that are not UTF-8
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{where} is not JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:  # bytes that are not UTF-8
         raise PromptError(f"{where} is not JSON: {error}") from error
     if not isinstance(entry, dict):
         raise PromptError(f"{where}: a JSON object is wanted, not {type(entry).__name__}")

@@ -1,6 +1,7 @@
-"""A bench report for people, a table, and for programs: the last line of stdout is one JSON document.
+"""A bench report for people, a table, and for programs: one JSON document, the last line of a file or a pipe.
 
-It does not know how anything was measured. What the columns mean is written in `pilotfish.bench.results`.
+It does not know how anything was measured. What the columns mean is written in `pilotfish.bench.results`. A terminal
+has people before it, so there the document is left out.
 """
 
 import json
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .results import ALL, NumDrafted, Report, Row, Spread
+from .results import ALL, Report, Row, Spread
 
 _WIDE, _WIDER = 136, 152  # columns for everything, without and with a draft model's passes
 _MOST_NOTES = 12
@@ -25,9 +26,21 @@ def document(report: Report) -> dict[str, Any]:
     return {"rows": [_clean(asdict(row)) for row in report.rows], "environment": _clean(report.environment)}
 
 
-def print_report(report: Report, console: Console | None = None) -> None:
-    """The table, then the document on the last line of stdout (the console's file)."""
+def print_report(report: Report, console: Console | None = None, *, as_json: bool = False) -> None:
+    """The table, then the document on the last line of stdout (the console's file), unless that is a terminal.
+
+    as_json: the document alone, wherever it goes.
+    """
     console = console or new_console()
+    if not as_json:
+        _print_table(report, console)
+    if as_json or not console.file.isatty():
+        # Not through the console, which would wrap and colour it.
+        print(json.dumps(document(report), allow_nan=False), file=console.file, flush=True)
+
+
+def _print_table(report: Report, console: Console) -> None:
+    """With what there is to say about it."""
     settings = report.environment.get("settings", {})
     if report.rows:
         passes = any(row.draft_passes_per_token is not None for row in report.rows)
@@ -40,8 +53,6 @@ def print_report(report: Report, console: Console | None = None) -> None:
         console.print("interrupted: this is what was measured until then", style="yellow")
     if settings.get("plot") and report.rows:
         console.print(f"drawn into {settings['plot']}", highlight=False, soft_wrap=True)
-    # Not through the console, which would wrap and colour it.
-    print(json.dumps(document(report), allow_nan=False), file=console.file, flush=True)
 
 
 def new_console() -> Console:
@@ -73,7 +84,7 @@ def _table(report: Report, wide: bool) -> Table:
         table.add_row(
             *(cell(row, wide) for cell in columns.values()),
             style="bold" if row.category == ALL else None,
-            end_section=following is not None and _variant(following) != _variant(row),
+            end_section=following is not None and following.key != row.key,
         )
     return table
 
@@ -88,11 +99,8 @@ def _caption(num_prompts: Any, settings: dict[str, Any], wide: bool) -> str:
     )
 
 
-def _variant(row: Row) -> tuple[str, NumDrafted, str]:
-    return row.method, row.num_speculative_tokens, row.drafter
-
-
-def _name(row: Row) -> str:
+def name_of(row: Row) -> str:
+    """In a table: method and K."""
     return "plain" if row.method == "none" else f"{row.method} {row.num_speculative_tokens}"
 
 
@@ -128,7 +136,7 @@ def _unless_plain(name: str, digits: int = 2) -> Callable[[Row, bool], str]:
 
 
 _COLUMNS: dict[str, Callable[[Row, bool], Text | str]] = {
-    "method": lambda row, _wide: _name(row),
+    "method": lambda row, _wide: name_of(row),
     "category": lambda row, _wide: row.category,
     "tokens/s": _tokens_per_second,
     "speed-up": _speedup,

@@ -38,6 +38,7 @@ ALL = "all"  # the category of a row over all prompts
 Spread = tuple[float, float]
 NumDrafted = int | Literal["auto"]
 AUTO: Literal["auto"] = "auto"  # as many as pay, in each step
+Key = tuple[str, NumDrafted, str]  # which variant: method, K, drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,10 @@ class Variant:
     method: str
     num_drafted: NumDrafted
     drafter: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.method, self.num_drafted, self.drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +122,18 @@ class Row:
     nodes_per_pass: float | None = None
     draft_passes_per_token: float | None = None
 
+    @property
+    def key(self) -> Key:
+        return self.method, self.num_speculative_tokens, self.drafter
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All rows of a bench run and where it ran; `document` is its JSON."""
+    """All rows of a bench run and where it ran; `document` is their JSON. speedups: as of `speedups_of`."""
 
     rows: list[Row] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
+    speedups: dict[Key, dict[int, float]] = field(default_factory=dict)
 
 
 def acceptance_by_position(outcomes: Iterable[Outcome]) -> list[float]:
@@ -182,6 +192,18 @@ def rows_of(
     return rows
 
 
+def speedups_of(runs: Sequence[Run], variants: Sequence[Variant]) -> dict[Key, dict[int, float]]:
+    """{variant: {batch of prompts: its speed over plain decoding's, the median over repeats}}."""
+    plain = [run for run in runs if run.variant == 0]
+    return {
+        variant.key: {
+            unit: median(ratios)
+            for unit, ratios in _ratios([run for run in runs if run.variant == variant.index], plain).items()
+        }
+        for variant in variants
+    }
+
+
 def _row(
     variant: Variant,
     category: str,
@@ -222,14 +244,20 @@ def _row(
 
 def _speedup(runs: Sequence[Run], plain: Sequence[Run]) -> tuple[float | None, list[float]]:
     """(the mean over prompts of the median over repeats, all the ratios)."""
+    ratios = _ratios(runs, plain)
+    flat = [ratio for of_unit in ratios.values() for ratio in of_unit]
+    return (fmean(median(of_unit) for of_unit in ratios.values()) if ratios else None), flat
+
+
+def _ratios(runs: Sequence[Run], plain: Sequence[Run]) -> dict[int, list[float]]:
+    """{batch of prompts: speed over plain decoding's of the same repeat, for each}."""
     plain_rates = {(run.unit, run.repeat): run.rate for run in plain}
     ratios: dict[int, list[float]] = defaultdict(list)
     for run in runs:
         slow = plain_rates.get((run.unit, run.repeat))
         if run.rate is not None and slow is not None:
             ratios[run.unit].append(run.rate / slow)
-    flat = [ratio for of_unit in ratios.values() for ratio in of_unit]
-    return (fmean(median(of_unit) for of_unit in ratios.values()) if ratios else None), flat
+    return ratios
 
 
 def _costs(variant: Variant, steps: Sequence[TimedStep], plain: Sequence[TimedStep]) -> dict[str, float | None]:

@@ -1,13 +1,16 @@
 """`pilotfish tune`: measure what pays on the user's own prompts, rank it, and write the winner down.
 
 It does not measure anything itself: it asks the bench for every method that fits and every K worth trying. The one
-trick: plain decoding is in the ranking, so the answer can be "do not draft".
+trick: plain decoding is in the ranking, so the answer can be "do not draft". It says how sure it is: choices are
+compared prompt by prompt, as two prompts differ far more than two choices do.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from rich.table import Table
@@ -19,17 +22,30 @@ from ..errors import OptionError, UserError
 from ..models.load import Loaded
 from .measure import run_bench
 from .options import TuneOptions as TuneOptions
-from .report import new_console
+from .report import name_of, new_console
 from .results import Report, Row
 from .vocabulary import count_own_text, prompts_to_count
+
+# The points of Student's t with 1, 2, ... degrees of freedom between which 95 % lie.
+_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+_T_95_BEYOND = 2.23
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One line of the ranking. config: what `--speculative-config` takes."""
+    """One line of the ranking. config: what `--speculative-config` takes. speedups: per batch of prompts."""
 
     row: Row
     config: Mapping[str, Any]
+    speedups: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Best first. interrupted: the winner is one so far, and was not written."""
+
+    choices: Sequence[Choice]
+    interrupted: bool = False
 
 
 def run_tune(
@@ -39,8 +55,8 @@ def run_tune(
     configs: Sequence[Mapping[str, Any]],
     *,
     engine: EngineOptions | None = None,
-) -> list[Choice]:
-    """Measure, rank by tokens per second over all prompts, write the winner to ``options.out``; best first.
+) -> Ranking:
+    """Measure, rank by the speed-up over all prompts, write the winner to ``options.out`` unless Ctrl-C came before.
 
     configs: of the speculations, in the same order. Raises OptionError if the file cannot be written.
     """
@@ -48,10 +64,10 @@ def run_tune(
     if not path.absolute().parent.is_dir():
         raise OptionError(f"{path} cannot be written: there is no folder {path.absolute().parent}")
     report = run_bench(bench, target, speculations, engine=engine)
-    choices = ranking(report, configs)
-    if choices:
+    choices, interrupted = ranking(report, configs), bool(report.environment["interrupted"])
+    if choices and not interrupted:  # half a measurement shall not replace what a whole one found
         path.write_text(json.dumps(choices[0].config, indent=1) + "\n", encoding="utf-8")
-    return choices
+    return Ranking(choices, interrupted)
 
 
 def ranking(report: Report, configs: Sequence[Mapping[str, Any]]) -> list[Choice]:
@@ -66,7 +82,7 @@ def ranking(report: Report, configs: Sequence[Mapping[str, Any]]) -> list[Choice
             own = [config for config in configs if config["method"] == row.method]
             config = {"method": "none"} if not own else {
                 **own[drafters.index(row.drafter)], "num_speculative_tokens": row.num_speculative_tokens}  # fmt: skip
-            choices.append(Choice(row, config))
+            choices.append(Choice(row, config, report.speedups.get(row.key, {})))
     return sorted(choices, key=lambda choice: -(choice.row.speedup or 0.0))
 
 
@@ -121,8 +137,39 @@ def with_frequent_tokens(
     return more
 
 
-def print_ranking(choices: Sequence[Choice], reasons: Mapping[str, str], out: str) -> None:
-    """A table for people; the last line of stdout is the winner as JSON."""
+def confidence(choices: Sequence[Choice], repeats: int) -> list[str]:
+    """What the winner rests on, in words: how many prompts, how sure its speed-up is, and what is too close to it."""
+    best, *others = choices
+    num_prompts = best.row.num_prompts
+    about = f"chosen from {num_prompts} prompts, {repeats} repeats each: {name_of(best.row)}"
+    if best.row.method != "none":
+        mean, error = _interval(list(best.speedups.values()))
+        about += f", {mean:.2f} x plain decoding"
+        about += f", give or take {error:.2f} (95 % confidence, by the spread over prompts)" if error < math.inf else ""
+    close = [name_of(other.row) for other in others if not _leads(best, other)]
+    if not close:
+        return [about]
+    return [about, f"too close to tell from it: {', '.join(close)}; more prompts would tell (--limit, --prompts)"]
+
+
+def _leads(best: Choice, other: Choice) -> bool:
+    """Whether it is faster by more than chance, prompt by prompt."""
+    both = sorted(best.speedups.keys() & other.speedups.keys())
+    mean, error = _interval([math.log(best.speedups[unit] / other.speedups[unit]) for unit in both])
+    return mean > error
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half the width of its confidence interval; one value tells nothing of that."""
+    if len(values) < 2:
+        return (values[0] if values else 0.0), math.inf
+    factor = _T_95[len(values) - 2] if len(values) - 2 < len(_T_95) else _T_95_BEYOND
+    return fmean(values), factor * stdev(values) / math.sqrt(len(values))
+
+
+def print_ranking(ranking: Ranking, reasons: Mapping[str, str], options: TuneOptions) -> None:
+    """A table for people; the last line of stdout is the winner as JSON, if the measurement was ended."""
+    choices, out = ranking.choices, options.out
     table = Table(title="what pays here")
     for name in ("method", "K", "tokens/s", "speed-up", "spread", "predicted", "tokens per pass", "same text"):
         table.add_column(name, justify="left" if name == "method" else "right")
@@ -143,6 +190,11 @@ def print_ranking(choices: Sequence[Choice], reasons: Mapping[str, str], out: st
     for method, reason in reasons.items():
         screen.print(f"not tried: {method}: {reason}", highlight=False)
     if choices:
+        for line in confidence(choices, options.repeats):
+            screen.print(line, highlight=False, soft_wrap=True)
+    if ranking.interrupted:
+        screen.print(f"interrupted: this is what was measured until then; {out} was not written", style="yellow")
+    elif choices:
         screen.print(f"the winner is in {out}: use it with --speculative-config @{out}", highlight=False)
         print(json.dumps(choices[0].config))
 

@@ -217,5 +217,9 @@ def _implied_method(given: Mapping[str, Any]) -> str:
         if key not in keywords().values():
             raise unknown_name("option", key, {"method", *keywords().values()})
     if given:
-        raise OptionError(f"a speculative config needs a method: one of {', '.join(methods())}")
+        takers = [name for name in methods() if name != "none" and given.keys() <= known_to(name, given).keys()]
+        raise OptionError(
+            f"{', '.join(given)} without a method does nothing; a speculative config needs a method: one of "
+            f"{', '.join(takers or methods())} (on the command line --method)"
+        )
     return "none"

@@ -31,7 +31,8 @@ def run_explain(
     trace: str | None = None,
     console: Console | None = None,
 ) -> list[Json]:
-    """Decode and tell; returns the records. about: as for `write_page`. Ctrl-C ends the story where it is.
+    """Decode and tell; returns the records. about: as for `write_page`. Ctrl-C ends the story where it is, and is
+    raised again once that is told.
 
     Raises OptionError for files that cannot be written and for several completions.
     """
@@ -53,11 +54,15 @@ def run_explain(
                 file.write(one)
 
         listen(llm.engine, llm.tokenizer, take)
-        text = ""
-        with contextlib.suppress(KeyboardInterrupt):
+        text, interrupt = "", None
+        try:
             for chunk in llm.stream(prompt, params):
                 text += chunk.text
+        except KeyboardInterrupt as error:
+            interrupt = error
     story.end(text)
     if html is not None:
         write_page(html, records, about)
+    if interrupt is not None:
+        raise interrupt
     return records

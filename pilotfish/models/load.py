@@ -26,6 +26,7 @@ from .base import CausalLM
 from .decoder import Decoder
 from .demo import demo_folder
 from .disk_cache import cache_folder
+from .hub import look_up
 from .options import GGUF, bits_of
 from .options import LoadOptions as LoadOptions
 from .quantize import QuantisationError, kept, key_of, read, stored
@@ -89,6 +90,7 @@ def load(
         return _load_from(str(path), str(name), options)
     if path.is_absolute() or str(name).startswith((".", "~")):
         raise ModelError(f"there is no folder {path}")
+    look_up(str(name), _say)
     try:
         return _load_from(str(name), str(name), options)
     except ModelError as error:
@@ -290,13 +292,20 @@ def _refuse_unread_tensors(path: Path, name: str, model: Any) -> None:
 @contextmanager
 def _alone(source: str, gguf_file: str | None) -> Iterator[str]:
     """The folder to load from: for a GGUF file one of its own, as what lies beside it may be another model's. There
-    transformers draws a bar that cannot be switched off; nothing else is lost with it."""
+    transformers draws a bar that cannot be switched off; nothing else is lost with it. What goes wrong is told of the
+    file itself, and by our own reader if that sees it too: it knows what the bytes should have been."""
     if gguf_file is None:
         yield source
         return
     with tempfile.TemporaryDirectory(prefix="pilotfish-") as folder, redirect_stderr(io.StringIO()):
         Path(folder, gguf_file).symlink_to(Path(source, gguf_file).resolve())
-        yield folder
+        try:
+            yield folder
+        except Exception as error:
+            from .gguf_file import open_gguf
+
+            open_gguf(Path(source, gguf_file))
+            raise ModelError(_first_line(error).replace(folder, source)) from error
 
 
 def _wrap(model: Any, source: str, name: str, options: LoadOptions, gguf_file: str | None) -> CausalLM:
@@ -366,4 +375,6 @@ def _say(line: str) -> None:
 
 def _first_line(error: Exception) -> str:
     text = str(error).strip()
+    if isinstance(error, ModelError):
+        return text
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -55,11 +55,14 @@ PENALTIES, EVERYTHING = Shape("with penalties", False), Shape("with every parame
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A check with the divergences behind it, and the plain texts it compared with (token ids, per prompt)."""
+    """A check with the divergences behind it, and the plain texts it compared with (token ids, per prompt).
+    num_drafted, num_accepted: tokens, by the method under test."""
 
     check: Check
     divergences: tuple[Divergence, ...] = ()
     texts: tuple[tuple[int, ...], ...] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @property
     def num_near_ties(self) -> int:
@@ -113,7 +116,8 @@ def compare(ground: Ground, temperature: float, shape: Shape | None = None) -> O
         ),
         "a text with drafting is not the text without it",
     )
-    return Outcome(check, tuple(found), () if shape else tuple(tuple(request.output) for request in plain))
+    own = _num_drafted(drafted[: len(prompts)] if shape else drafted)
+    return Outcome(check, tuple(found), () if shape else tuple(tuple(request.output) for request in plain), *own)
 
 
 def draft_with_itself(ground: Ground, temperature: float) -> Outcome:
@@ -263,6 +267,11 @@ def _seats(ground: Ground, shape: Shape | None) -> str:
 
 
 def _drafting(requests: Sequence[Request]) -> str:
-    drafted = sum(sum(request.stats.per_step_drafted) for request in requests)
-    accepted = sum(sum(request.stats.per_step_accepted) for request in requests)
+    drafted, accepted = _num_drafted(requests)
     return f"{accepted} of {drafted} drafted tokens accepted" if drafted else "nothing was drafted"
+
+
+def _num_drafted(requests: Sequence[Request]) -> tuple[int, int]:
+    """(drafted, accepted)."""
+    drafted = sum(sum(request.stats.per_step_drafted) for request in requests)
+    return drafted, sum(sum(request.stats.per_step_accepted) for request in requests)

@@ -95,13 +95,17 @@ def run_verify(options: VerifyOptions, target: Loaded, speculation: registry.Spe
     own, others = list[Experiment](), list[Experiment]()
     if not options.texts_only:
         own, others = _own_experiments(ground, speculation, draft), _our_experiments(ground, memo, speculation, draft)
+    results: list[tuple[Experiment, Tallies]] = []
     with ground.meter.running():
         _plan(ground, len(own) + len(others))
         outcomes = _prove_texts(ground)
         checks = [outcome.check for outcome in outcomes]
         checks.append(same_in_any_shape(ground))
         if not options.texts_only:
-            checks += _prove_laws(ground, memo, own, others, outcomes)
+            results = _draw_all(ground, memo, own, others, outcomes)
+            passes = {rule: draw_texts(rule, options.draws, options.seed).fit() for rule in _RULES[:2]}
+            checks += _judge(results, passes)
+    by_method: list[Outcome | Tallies] = [*outcomes, *(tallies for _, tallies in results[: len(own)])]
     checks += _about_the_runs(ground)
     return Report(
         target=_describe_target(target.model.info),
@@ -110,6 +114,8 @@ def run_verify(options: VerifyOptions, target: Loaded, speculation: registry.Spe
         num_near_ties=sum(outcome.num_near_ties for outcome in outcomes),
         seconds=time.perf_counter() - started,
         texts_only=options.texts_only,
+        num_drafted=sum(one.num_drafted for one in by_method),
+        num_accepted=sum(one.num_accepted for one in by_method),
     )
 
 
@@ -141,14 +147,14 @@ def _prove_texts(ground: Ground) -> list[Outcome]:
     return outcomes
 
 
-def _prove_laws(
+def _draw_all(
     ground: Ground,
     memo: MemoLM,
     own: Sequence[Experiment],
     others: Sequence[Experiment],
     outcomes: Sequence[Outcome],
-) -> list[Check]:
-    """The chi-square tests: of the method itself where it drafts, of the others where the law is widest."""
+) -> list[tuple[Experiment, Tallies]]:
+    """For the chi-square tests: of the method itself where it drafts, of the others where the law is widest."""
     laws = ExactLaws(memo, ground.options.candidates)
     text_laws = ExactLaws(memo, TEXT_TOP_K, TEXT_TEMPERATURE, TEXT_TOP_P)
     texts = [pair for outcome in outcomes if outcome.texts for pair in zip(ground.prompts, outcome.texts, strict=True)]
@@ -161,8 +167,7 @@ def _prove_laws(
             # A draw of a whole text costs about twice as much, so half as many.
             num_draws = ground.options.draws if experiment.length == 2 else -(-ground.options.draws // 2)
             results.append((experiment, _draw(ground, chosen, places, experiment, num_draws)))
-    passes = {rule: draw_texts(rule, ground.options.draws, ground.options.seed).fit() for rule in _RULES[:2]}
-    return _judge(results, passes)
+    return results
 
 
 def _judge(results: Sequence[tuple[Experiment, Tallies]], passes: Mapping[Rule, Fit]) -> list[Check]:

@@ -196,9 +196,10 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, Json]]:
             continue
         place = f"{file.name}, line {number}"
         try:
-            line = from_json(raw, allow_inf_nan=False)
+            line = from_json(raw.rstrip(), allow_inf_nan=False)
         except ValueError as error:
-            raise OptionError(f"{place} is not JSON: {error}") from None
+            told = str(error).replace(" at line 1 column ", " at column ")  # of the one line that it was given
+            raise OptionError(f"{place} is not JSON: {told}") from None
         if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str) or not line["custom_id"]:
             raise OptionError(f"{place} has no custom_id: each line must be an object with one, a text")
         yield number, line

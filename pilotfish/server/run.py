@@ -3,7 +3,7 @@
 It does not know routes. The one trick: the port is taken before the model is loaded, so a port in use is told at once,
 and listened on after, so nobody connects to a server that cannot answer.
 
-The first SIGTERM or Ctrl-C stops listening and lets running requests end; the second ends those too.
+The first SIGTERM or Ctrl-C stops listening and lets running requests end; the second, or time, ends those too.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import socket
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ from .options import ServeOptions
 log = logging.getLogger(__name__)
 _LOOPBACK = ("127.", "::1")
 _BACKLOG = 2048
+_LAST_WORDS, _TICK = 0.5, 0.1  # seconds
 
 
 def serve(options: ServeOptions, load: Callable[[], LLM]) -> None:
@@ -119,7 +121,6 @@ class _Uvicorn(uvicorn.Server):
             proxy_headers=False,
             backlog=_BACKLOG,
             limit_concurrency=options.max_connections,
-            timeout_graceful_shutdown=max(1, round(options.drain_timeout)),
         )
         super().__init__(config)
         self._server = server
@@ -127,12 +128,41 @@ class _Uvicorn(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         engine = self._server.engine
         if self.should_exit:
-            self.force_exit = True
-            engine.fail_all()
+            self._stop("stopped")
             return
         self.should_exit = engine.draining = True
         if engine.num_open:
             click.echo(f"{engine.num_open} completions are ending; once more stops them", err=True)
+
+    def _stop(self, why: str) -> None:
+        engine = self._server.engine
+        if not self.force_exit:
+            click.echo(f"{why}; {engine.num_open} completions were cut short", err=True)
+        self.force_exit = True
+        engine.fail_all()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests end, but not for ever. What uvicorn does then, or if it is forced, is to cancel requests and the
+        application, each with a traceback; so their connections are closed instead, which ends them too."""
+        ending = asyncio.create_task(super().shutdown(sockets))
+        patience = self._server.options.drain_timeout
+        last = time.monotonic() + patience
+        while not ending.done() and not self.force_exit:
+            if time.monotonic() > last:
+                self._stop(f"{patience:g} s have passed")
+            await asyncio.wait({ending}, timeout=_TICK)
+        if self.force_exit:
+            await self._requests_end()  # clients that read hear why
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+            await self._requests_end()
+        await ending
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
+    async def _requests_end(self) -> None:
+        if tasks := set(self.server_state.tasks):
+            await asyncio.wait(tasks, timeout=_LAST_WORDS)
 
 
 class _Protocol(H11Protocol):

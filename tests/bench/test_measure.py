@@ -274,6 +274,18 @@ def test_interrupted_it_reports_what_there_is(prompts: str, monkeypatch: pytest.
     assert bench(prompts).rows == []
 
 
+def test_interrupted_in_its_trace_it_reports_what_was_measured(
+    prompts: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*_arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure_module, "_trace", interrupted)
+    report = bench(prompts, trace=str(tmp_path / "trace.jsonl"))
+    assert report.environment["interrupted"] is True
+    assert row_of(report, "ngram").num_prompts == 4
+
+
 def test_a_failing_drafter_is_counted(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_arguments: Any) -> Any:
         raise RuntimeError("no idea")

@@ -99,6 +99,27 @@ def test_the_document_is_json_whatever_was_measured() -> None:
     assert shown(report())[0] == "nothing was measured"
 
 
+class Screen(io.StringIO):
+    """A terminal, as far as one can tell."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_the_table_and_a_program_the_document() -> None:
+    for file, as_json, table, json_last in (
+        (io.StringIO(), False, True, True),
+        (Screen(), False, True, False),
+        (Screen(), True, False, True),
+        (io.StringIO(), True, False, True),
+    ):
+        print_report(report(PLAIN, DRAFTED), Console(file=file, width=140), as_json=as_json)
+        lines = file.getvalue().splitlines()
+        assert any("ngram 4" in line for line in lines) is table
+        assert lines[-1].startswith('{"rows": ') is json_last
+        assert as_json == (len(lines) == 1)
+
+
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "bench.png"
     check(str(path))

@@ -1,14 +1,25 @@
 """tune ranks what the bench measured and writes down a config that reads back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from pilotfish.bench.options import TuneOptions
 from pilotfish.bench.prompts import read_prompts
 from pilotfish.bench.results import Report, Row
-from pilotfish.bench.tune import fitting, ranking, run_tune, with_frequent_tokens
+from pilotfish.bench.tune import (
+    Choice,
+    Ranking,
+    confidence,
+    fitting,
+    print_ranking,
+    ranking,
+    run_tune,
+    with_frequent_tokens,
+)
 from pilotfish.bench.vocabulary import count_own_text, prompts_to_count
 from pilotfish.drafters import registry
 from pilotfish.engine.options import EngineOptions
@@ -32,6 +43,26 @@ def test_the_ranking_has_plain_decoding_in_it() -> None:
     ]
 
 
+def test_it_says_how_sure_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    def choice(method: str, *speedups: float) -> Choice:
+        own = replace(row(method, 4, fmean(speedups)), num_prompts=len(speedups))
+        return Choice(own, {"method": method}, dict(enumerate(speedups)))
+
+    best = choice("suffix", 1.0, 1.5, 2.0, 3.5)
+    # Prompts differ more than methods do: one that is a little slower on each is told apart, though its mean is near.
+    behind, mixed = choice("ngram", 0.9, 1.4, 1.8, 3.2), choice("staged", 1.9, 1.4, 1.5, 3.1)
+    about, close = confidence([best, mixed, behind], 2)
+    assert "4 prompts, 2 repeats each: suffix 4, 2.00 x plain decoding, give or take 1.72" in about
+    assert close == "too close to tell from it: staged 4; more prompts would tell (--limit, --prompts)"
+    assert len(confidence([best, behind], 2)) == 1
+    about, close = confidence([choice("suffix", 1.5), choice("ngram", 0.5)], 1)
+    assert "give or take" not in about and "ngram 4" in close, "one prompt tells nothing"
+    print_ranking(Ranking([best, mixed]), {}, TuneOptions(out="best.json"))
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last) == {"method": "suffix"}
+    assert any(line.startswith("chosen from 4 prompts") for line in lines)
+
+
 def test_the_winner_is_written_and_reads_back(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": [1, 2, 3, 1, 2, 3]}) + "\n")
@@ -41,7 +72,7 @@ def test_the_winner_is_written_and_reads_back(tmp_path: Path) -> None:
     configs, reasons = fitting(target, ["ngram", "draft_model"], {}, EngineOptions())
     assert [config["method"] for config in configs] == ["ngram"]
     assert "needs a draft model" in reasons["draft_model"]
-    choices = run_tune(options, target, [registry.parse(config) for config in configs], configs)
+    choices = run_tune(options, target, [registry.parse(config) for config in configs], configs).choices
     assert {choice.row.method for choice in choices} == {"none", "ngram"}
     assert registry.parse(json.loads(out.read_text())).method == choices[0].row.method
 
@@ -73,7 +104,7 @@ def test_a_draft_model_is_tried_with_the_target_s_frequent_tokens_too(tmp_path: 
     path = tmp_path / "best.vocabulary.json"
     assert more == [{**config, "method": "draft_model", "draft_vocabulary": str(path)}]
     both = [*configs, *more]
-    choices = run_tune(options, target, [registry.parse(one) for one in both], both)
+    choices = run_tune(options, target, [registry.parse(one) for one in both], both).choices
     drafters = {choice.row.drafter: choice.config for choice in choices if choice.row.method == "draft_model"}
     frequent = next(config for about, config in drafters.items() if "the most frequent 20 of 64 tokens" in about)
     lowest = next(config for about, config in drafters.items() if "the lowest 20 of 64 tokens" in about)

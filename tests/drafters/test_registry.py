@@ -89,6 +89,7 @@ def test_the_rules_by_name():
         ({"method": "ngram", "model": "x"}, "method 'ngram' takes no draft model"),
         ({"method": "none", "prompt_lookup_max": 3}, "unknown option for method 'none'"),
         ({"num_speculative_tokens": 3}, "needs a method: one of "),
+        ({"skip_layers": "1"}, "needs a method: one of layer_skip (on the command line"),
         ({"assistant_model": "x", "model": "y"}, "'assistant_model' and 'model' mean the same; give one"),
         ({"num_assistant_tokens": 3, "prompt_lookup_num_tokens": 4}, "mean the same; give one"),
         ({"method": "ngram", "num_speculative_tokens": -1}, "from 0 to 63 or auto, not -1"),

@@ -39,6 +39,23 @@ def told(llm: LLM, params: SamplingParams, **options: Any) -> tuple[list[Any], s
     return run_explain(llm, MARKUP * 3, params, about, console=console, **options), console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_an_interrupt_ends_the_story_and_is_no_success(tmp_path: Path) -> None:
+    llm, console, path = an_llm(), Console(file=io.StringIO(), width=200), tmp_path / "story.html"
+    stream = llm.stream
+
+    def interrupted(*words: Any, **named: Any) -> Any:
+        chunks = stream(*words, **named)
+        yield next(chunks)
+        raise KeyboardInterrupt
+
+    llm.stream = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run_explain(
+            llm, MARKUP, SamplingParams(max_tokens=9), {"prompt": "", "model": ""}, html=str(path), console=console
+        )
+    assert path.exists()
+
+
 class Reader(HTMLParser):
     """All elements and addresses of a page; an end without a beginning fails."""
 

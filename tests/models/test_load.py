@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -181,11 +182,48 @@ def test_a_missing_tokenizer(folder: Path):
         load(folder)
 
 
+class Hub:
+    """Answers, or fails to."""
+
+    def __init__(self, failure: Exception | None):
+        self.failure, self.asked = failure, list[str]()
+
+    def head(self, url: str, timeout: float) -> None:
+        self.asked.append(url)
+        if self.failure is not None:
+            raise self.failure
+
+
+def test_a_hub_that_is_not_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    hub = Hub(OSError("no network"))
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: hub)
+    with pytest.raises(ModelError) as caught:
+        load("somebody/something")
+    assert len(hub.asked) == 1 and hub.asked[0].endswith("/somebody/something/resolve/main/config.json")
+    message = str(caught.value)
+    assert "there is no folder 'somebody/something'" in message and "\n" not in message
+    assert "cannot be reached (OSError: no network); give a model's folder" in message
+    # What was fetched before is loaded by the libraries' own rules, and they are not kept from it.
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_words: "there")
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_words, **_named: 1 / 0)
+    with pytest.raises(ModelError, match="division by zero"):
+        load("somebody/something")
+    assert "HF_HUB_OFFLINE=1" in capsys.readouterr().err
+
+
+def test_a_hub_that_must_not_be_asked_is_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: pytest.fail("asked"))
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE forbids"):
+        load("somebody/something")
+
+
 def test_a_name_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch):
     def offline(source: str, **_options: object) -> None:
         raise OSError(f"{source} is unknown here\nand much more")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: Hub(None))
     with pytest.raises(
         ModelError, match="OSError: somebody/something is unknown here .there is no folder .* the hub.$"
     ):
@@ -196,6 +234,13 @@ def test_gguf_files(tmp_path: Path):
     missing, broken = tmp_path / "missing.gguf", tmp_path / "broken.gguf"
     with pytest.raises(ModelError, match="there is no file .*missing.gguf"):
         load(missing)
+    for quantization in ("none", "int8", "gguf"):
+        for content in (b"no GGUF at all", b"GGUF" + bytes(3)):
+            broken.write_bytes(content)
+            with pytest.raises(ModelError) as caught:
+                load(broken, quantization=quantization)
+            assert str(broken) in str(caught.value) and "/pilotfish-" not in str(caught.value)
+            assert str(caught.value).endswith(("begin with GGUF", "head goes on"))
     broken.write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(ModelError, match=r"broken\.gguf"):
         load(broken)

@@ -1,10 +1,12 @@
 """The whole proof: it passes for what is right, fails for what is wrong, and says which."""
 
+import io
 import json
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pilotfish.drafters import registry
 from pilotfish.drafters.draft_model import DraftModelDrafter
@@ -16,6 +18,7 @@ from pilotfish.models.load import Loaded
 from pilotfish.proof import Report, VerifyOptions, identity, print_report, run_verify
 from pilotfish.proof.actors import Liar
 from pilotfish.proof.ground import Watch, drive
+from pilotfish.proof.report import Check
 from tests import adversaries
 from tests.fakes import ByteTokenizer, TableModel
 from tests.proof import test_laws as wrong
@@ -67,6 +70,9 @@ def test_every_method_is_lossless(options, table, draft, config):
         for kind in ("accepted tokens", "residual tokens", "first two tokens"):
             assert f"{sampled}: {kind}" in names
     assert report.num_near_ties == 0, "float64"
+    told = f"drafted {report.num_drafted} tokens, {report.num_accepted} of them accepted."
+    assert told in report.verdict or config["method"] == "none"
+    assert ("drafted nothing" in report.verdict) == (config["method"] == "none")
 
 
 def test_texts_alone(options, table, draft, monkeypatch):
@@ -76,6 +82,7 @@ def test_texts_alone(options, table, draft, monkeypatch):
     assert not any("tokens" in check.name for check in report.checks)
     assert "in batches of 1 and alone" in report.checks[0].detail
     assert json.loads(report.as_json())["texts_only"] is True
+    assert 0 < report.num_accepted < report.num_drafted == json.loads(report.as_json())["num_drafted"]
     honest = judge.match
 
     def deaf(draft, choose):
@@ -103,6 +110,22 @@ def test_the_report_is_a_table_a_verdict_and_a_line_of_json(options, table, caps
         assert isinstance(check["threshold"], (int, float))
     again = prove(options, table, {"method": "ngram", "num_speculative_tokens": 3})
     assert again.checks == report.checks, "a proof repeats exactly"
+    print_report(report, as_json=True)
+    assert capsys.readouterr().out == last + "\n"
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    print_report(report, Console(file=screen, width=120))
+    assert "lossless: all" in screen.getvalue() and '{"lossless"' not in screen.getvalue(), "people do not read it"
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "little"), [(0, 0, True), (99, 60, True), (400, 29, True), (100, 30, False)]
+)
+def test_a_method_that_hardly_drafted_is_hardly_proven(drafted, accepted, little):
+    check = Check("a", True, 0, 0, "", "")
+    report = Report("target", "method", (check,), num_drafted=drafted, num_accepted=accepted)
+    assert report.verdict.startswith("lossless: all 1 checks passed.")
+    assert ("--prompts" in report.verdict.splitlines()[-1]) is little
 
 
 def test_a_lying_drafter_is_not_lossless(options, table, draft):

@@ -107,7 +107,7 @@ def test_a_line_that_breaks_the_pass_is_an_answer_too(tmp_path, caplog):
     ("lines", "told"),
     [
         ([], "has no lines"),
-        (["{"], "line 1 is not JSON"),
+        ([line(1), "{"], "line 2 is not JSON: EOF while parsing an object at column 1"),
         ([line(1), "[]"], "line 2 has no custom_id"),
         ([line(1), line(2) | {"custom_id": 5}], "line 2 has no custom_id"),
         ([line(1), line(2), line(1)], "lines 1 and 3 have the same custom_id 'id-1'"),

@@ -143,7 +143,8 @@ def document(task: Task, outcome: Outcome, rows: Sequence[PeerRow]) -> dict[str,
 def print_report(
     task: Task, outcome: Outcome, rows: Sequence[PeerRow], engines: Sequence[Engine], console: Console | None = None
 ) -> None:
-    """The table and what there is to say about it, then the document as the last line of stdout."""
+    """The table and what there is to say about it; the document into its file, and where stdout is no terminal, as the
+    last line there too."""
     categories = list(dict.fromkeys(row.category for row in rows if row.category != ALL))
     if console is None:
         console = Console(highlight=False)
@@ -157,7 +158,8 @@ def print_report(
         console.print(note, markup=False, soft_wrap=True)
     found = document(task, outcome, rows)
     Path(task.options.out).expanduser().write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found), file=console.file, flush=True)
+    if not console.file.isatty():
+        print(json.dumps(found), file=console.file, flush=True)
 
 
 def _table(task: Task, rows: Sequence[PeerRow], categories: Sequence[str]) -> Table:
