@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..decoding.draft import EMPTY, Draft
 from ..decoding.request import Request
+from ..decoding.sampling import Likeliest
 from ..errors import DraftError, OptionError
 from ..models import vocabulary
 from ..models.options import GGUF, bits_of
@@ -226,10 +227,10 @@ class DraftModelDrafter(Drafter):
                 choosing.append(run)
                 guesses.append(guess)
             feeds.append(feed)
-        logits_NV = self._forward(feeds)
+        logits_NV, best = self._forward(feeds)
         for run in runs:
             self._commit(run)
-        extend(choosing, guesses, logits_NV, self.reduced)
+        extend(choosing, guesses, logits_NV, self.reduced, best)
         for run in choosing:
             run.follow()
             run.num_rows = len(run.ids) - 1  # right guesses have been read
@@ -239,12 +240,12 @@ class DraftModelDrafter(Drafter):
         length = self.cache.length(run.request.id)
         self.cache.commit(run.request.id, range(min(run.num_rows, run.num_fixed) - length), run.ids)
 
-    def _forward(self, feeds: list[Feed]) -> Tensor:
+    def _forward(self, feeds: list[Feed]) -> tuple[Tensor, Likeliest | None]:
         self.num_passes += 1
-        logits_NV = self.model.forward(lay_out(feeds, self.cache, self.model.info.device), self.cache).logits_NV
-        if self.reduced is not None:
-            return logits_NV
-        return logits_NV[:, : self.num_target_ids]  # a table padded further than the target's has no more tokens
+        output = self.model.forward(lay_out(feeds, self.cache, self.model.info.device), self.cache)
+        if self.reduced is not None or self.model.info.vocab_size <= self.num_target_ids:
+            return output.logits_NV, output.best
+        return output.logits_NV[:, : self.num_target_ids], None  # a table that is padded further has no more tokens
 
 
 def drafted_ids(options: DraftModelOptions, num_ids: int, setting: Setting) -> tuple[int, ...] | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..decoding.draft import EMPTY, Draft, chain
 from ..decoding.noise import SeededNoise
 from ..decoding.request import Request
-from ..decoding.sampling import likeliest, process, warp
+from ..decoding.sampling import Likeliest, likeliest, process, warp
 from ..lazily import functional as F
 from ..lazily import np, torch
 
@@ -96,21 +96,25 @@ class Reduced:
 
 
 def extend(
-    runs: Sequence[Run], guesses: Sequence[Sequence[int]], logits_NV: Tensor, reduced: Reduced | None = None
+    runs: Sequence[Run],
+    guesses: Sequence[Sequence[int]],
+    logits_NV: Tensor,
+    reduced: Reduced | None = None,
+    best: Likeliest | None = None,
 ) -> None:
     """Let each run choose, and go on choosing as long as it chooses what was guessed.
 
     logits_NV: per run ``len(guess) + 1`` rows, those after its last token and after each guess. A run adds one token
     more than it met right guesses, unless it is done before. reduced: what the logits are for, if not for the first V
-    ids.
+    ids. best: `likeliest` of the logits, if it is known.
     """
     greedy = [run.request.params.greedy and not run.request.params.processed for run in runs]
-    best = likeliest(logits_NV)[0] if any(greedy) else []
+    choices = (best or likeliest(logits_NV))[0] if any(greedy) else []
     start = 0
     for run, guess, plain in zip(runs, guesses, greedy, strict=True):
         for row, guessed in enumerate((*guess, None), start):
             if plain:
-                token: int | None = best[row] if reduced is None else reduced.id_of(best[row])
+                token: int | None = choices[row] if reduced is None else reduced.id_of(choices[row])
             else:
                 token = run.choose(logits_NV[row] if reduced is None else reduced.widened(logits_NV[row]))
             if token is None:

@@ -96,7 +96,8 @@ class LayerSkipDrafter(Drafter):
             feeds = [self._feed(run) for run in active]
             self.num_passes += 1
             batch = lay_out(feeds, self.cache, self.model.info.device)
-            extend(active, [()] * len(active), self.model.forward(batch, self.cache, layers=self.layers).logits_NV)
+            output = self.model.forward(batch, self.cache, layers=self.layers)
+            extend(active, [()] * len(active), output.logits_NV, best=output.best)
             active = [run for run in active if not run.done]
         info = self.model.info
         return [EMPTY if run is None else run.draft(info.vocab_size, info.device) for run in runs]
