@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from .base import CausalLM
 from .decoder import Decoder
 from .demo import demo_folder
 from .disk_cache import cache_folder
-from .options import GGUF, bits_of
+from .options import GGUF, Kernels, bits_of
 from .options import LoadOptions as LoadOptions
 from .quantize import QuantisationError, kept, key_of, read, stored
 from .quantized import QuantizedDecoder, slow_because
@@ -49,7 +49,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     quantization: Literal["none", "int8", "int4", "gguf"] = "none",
-    kernels: Literal["auto", "native", "numba"] = "auto",
+    kernels: Kernels = "auto",
     model_impl: Literal["auto", "hf", "native"] = "auto",
     adapter: str | None = None,
     adapters: Mapping[str, str] | Sequence[str] = (),
@@ -124,8 +124,9 @@ def _load_from(source: str, name: str, options: LoadOptions, gguf_file: str | No
     if bits_of(options.quantization):
         model = _load_quantised(source, name, options, gguf_file)
     if model is None:
-        model = _wrap(_load_weights(source, name, options, gguf_file), source, name, options, gguf_file)
-        return Loaded(model, _tokenizer(source, name, gguf_file))
+        wrapped: Any = _wrap(_load_weights(source, name, options, gguf_file), source, name, options, gguf_file)
+        wrapped.info = replace(wrapped.info, kernels=options.kernels)  # heads that draft for it may be quantised
+        return Loaded(wrapped, _tokenizer(source, name, gguf_file))
     return Loaded(model, _tokenizer(source, name, gguf_file, **_bare_config(Path(source)) if gguf_file is None else {}))
 
 

@@ -27,7 +27,7 @@ from .base import Ends, ModelInfo, ModelOutput
 from .decoder import chosen_layers
 from .kernels import runner
 from .linear import Array, pick_rows, unpack_rows
-from .options import name_of
+from .options import Kernels, name_of
 from .products import GROUP, ROWS, SUMS_LINE
 from .quantize import Quantised
 from .team import counters
@@ -55,7 +55,7 @@ class QuantizedDecoder:
     kernels: see `kernels.runner`.
     """
 
-    def __init__(self, quantised: Quantised, name: str, *, joined: int = 0, kernels: str = "auto"):
+    def __init__(self, quantised: Quantised, name: str, *, joined: int = 0, kernels: Kernels = "auto"):
         self.quantised = quantised
         self._runner = runner(kernels)
         origin, facts = quantised.origin, quantised.origin.architecture
@@ -74,6 +74,7 @@ class QuantizedDecoder:
             quantization=name_of(origin.bits),
             bitwise=True,
             implementation="native",
+            kernels=kernels,
         )
         arrays = quantised.arrays
         self._sizes = np.array(
