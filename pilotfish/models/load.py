@@ -228,7 +228,7 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
     if missing := sorted(report["missing_keys"]):  # transformers would make them up
         raise ModelError(f"model {name!r} is incomplete: {len(missing)} weights are missing, {missing[0]} for one")
     if gguf_file is not None:
-        _refuse_unread_tensors(Path(source, gguf_file), name, model)
+        _refuse_unread_parts(Path(source, gguf_file), name, model)
     if "device_map" not in weights:
         model = model.to(options.torch_device)
     if options.adapter is not None:
@@ -259,13 +259,16 @@ def _refuse_unread_settings(path: Path, name: str) -> None:
         raise ModelError(f"model {name!r} cannot be used: {reason} by transformers; use the model's own folder")
 
 
-def _refuse_unread_tensors(path: Path, name: str, model: Any) -> None:
-    """Raises ModelError for a file with tensors that transformers has stepped over, such as biases of a Llama: the
-    model is another than the file's. Only for architectures whose names are known here."""
+def _refuse_unread_parts(path: Path, name: str, model: Any) -> None:
+    """Raises ModelError for a file with tensors that transformers has stepped over, such as biases of a Llama, or with
+    settings for which it took others: the model is another than the file's. Tensors only for architectures whose names
+    are known here."""
     from .gguf import ARCHITECTURES, names_read
-    from .gguf_file import open_gguf
+    from .gguf_file import differing_setting, open_gguf
 
     file = open_gguf(path)
+    if (reason := differing_setting(file, model.config.get_text_config())) is not None:
+        raise ModelError(f"model {name!r} cannot be used: {reason} by transformers; use the model's own folder")
     if file.architecture not in ARCHITECTURES or unsupported(model.config) is not None:
         return
     known = names_read(model)
