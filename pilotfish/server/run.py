@@ -28,6 +28,7 @@ from .options import ServeOptions
 log = logging.getLogger(__name__)
 _LOOPBACK = ("127.", "::1")
 _BACKLOG = 2048
+_LAST_WORDS_SECONDS = 5  # after the drain timeout, for telling every client
 
 
 def serve(options: ServeOptions, load: Callable[[], LLM]) -> None:
@@ -119,7 +120,7 @@ class _Uvicorn(uvicorn.Server):
             proxy_headers=False,
             backlog=_BACKLOG,
             limit_concurrency=options.max_connections,
-            timeout_graceful_shutdown=max(1, round(options.drain_timeout)),
+            timeout_graceful_shutdown=round(options.drain_timeout + _LAST_WORDS_SECONDS),
         )
         super().__init__(config)
         self._server = server
@@ -131,6 +132,8 @@ class _Uvicorn(uvicorn.Server):
             engine.fail_all()
             return
         self.should_exit = engine.draining = True
+        # uvicorn would cancel what is still running, in the midst of a stream and with a traceback for each.
+        asyncio.get_running_loop().call_later(self._server.options.drain_timeout, engine.fail_all)
         if engine.num_open:
             click.echo(f"{engine.num_open} completions are ending; once more stops them", err=True)
 

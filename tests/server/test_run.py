@@ -30,17 +30,18 @@ from pilotfish.server.run import serve
 model = singer(context=100_000)
 fast = model.forward
 model.forward = lambda *words, **named: (time.sleep(0.005), fast(*words, **named))[1]
-serve(ServeOptions(port=0), lambda: an_llm(model, method="none", num_pages=5000))
+serve(ServeOptions(port=0, drain_timeout={patience}), lambda: an_llm(model, method="none", num_pages=5000))
 """
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_the_first_signal_drains_and_the_second_stops(again):
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(("again", "patience"), [(False, 60), (True, 60), (False, 0.3)])
+def test_the_first_signal_drains_and_the_second_or_a_time_limit_stops(again, patience):
+    program, stopped = PROGRAM.format(patience=patience), again or patience < 1
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         line = process.stderr.readline()
         (url,) = re.findall(r"http://127.0.0.1:\d+", line)
-        body = {"prompt": "x", "max_tokens": 15_000 if again else 60, "temperature": 0, "stream": True}
+        body = {"prompt": "x", "max_tokens": 15_000 if stopped else 60, "temperature": 0, "stream": True}
         with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: {")
@@ -52,12 +53,14 @@ def test_the_first_signal_drains_and_the_second_stops(again):
             blocks = [line.removeprefix("data: ") for line in lines if line]
         assert blocks[-1] == "[DONE]"
         last = json.loads(blocks[-2])
-        if again:
+        if stopped:
             assert last["error"]["message"] == "the server was stopped"
         else:
             assert last["choices"][0]["finish_reason"] == "length"
         assert process.wait(10) == 0
-        assert "1 completions are ending" in process.stderr.read()
+        said = process.stderr.read()
+        assert "1 completions are ending" in said
+        assert again or "Traceback" not in said, "uvicorn was in no hurry"
     finally:
         process.kill()
         process.wait()
