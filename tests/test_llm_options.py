@@ -1,13 +1,19 @@
 """Options of `LLM`: each reaches its owner, names from elsewhere are understood, and a misspelt one is met with the
 nearest real one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pilotfish import LLM, DraftError, ModelError, OptionError, SamplingParams
+from pilotfish.models import kernels
 from pilotfish.models.load import Loaded
+from tests.adversaries import untrained_head
 from tests.fakes import ByteTokenizer, TableModel, oracle
+from tests.models.test_load import tokenizer as word_tokenizer
+from tests.models.tiny import VOCAB_SIZE, tiny_model
 
 MODEL = TableModel(64, order=1, num_phases=5, seed=2, sharpness=2.0)
 TOKENIZER = ByteTokenizer(64, first_byte=32)
@@ -131,3 +137,44 @@ def test_what_is_no_model(model):
 def test_bounds_beyond_all_text_are_as_good_as_none():
     one = llm(method="ngram", prompt_lookup_max=10**12, kv_cache_memory=float("inf"))
     assert one.generate("A", GREEDY)[0].token_ids == oracle(MODEL.logits_of, TOKENIZER.encode("A"), GREEDY)
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> str:
+    """A model that can be quantised, and drafts for itself."""
+    folder = str(tmp_path / "wide")
+    shape = {"head_dim": 32, "hidden_size": 64, "intermediate_size": 112}
+    tiny_model(dtype=torch.float32, **shape).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+class NoLibraryError(Exception):
+    """The C++ kernels were wanted."""
+
+
+@pytest.mark.parametrize("drafting", ["draft_model", "staged", "eagle3", "medusa"])
+@pytest.mark.parametrize("weights", ["int8", "none"])
+def test_kernels_are_those_of_all_that_is_loaded(wide, weights, drafting, monkeypatch):
+    """A target, its draft model, and heads, which are quantised beside a float target too."""
+    model: Any = wide
+    if drafting in ("eagle3", "medusa"):
+        model = untrained_head(drafting, 64, VOCAB_SIZE, 3)
+    config = {"method": drafting, "model": model, "quantization": "int8", "num_speculative_tokens": 2}
+    options: dict[str, Any] = {"quantization": weights, "device": "cpu", "num_pages": 8}
+
+    def none_to_be_had():
+        raise NoLibraryError
+
+    LLM(wide, **options, kernels="numba")  # made and kept
+    monkeypatch.setattr(kernels, "library", none_to_be_had)
+    LLM(wide, **options, kernels="numba", speculative_config=config)
+    with pytest.raises(NoLibraryError):
+        LLM(wide, **options, speculative_config=config)
+
+
+def test_kernels_are_no_matter_of_a_float_draft(wide, monkeypatch):
+    monkeypatch.setattr(kernels, "library", object)
+    config = {"model": wide, "quantization": "none", "num_speculative_tokens": 2}
+    one = LLM(wide, quantization="int8", kernels="native", device="cpu", num_pages=8, speculative_config=config)
+    assert one.engine.drafter.model.info.quantization == "none"  # type: ignore[attr-defined]

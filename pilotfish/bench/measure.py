@@ -18,12 +18,12 @@ from typing import Any
 from ..decoding.paths import join
 from ..decoding.request import Request
 from ..decoding.sampling import SamplingParams
-from ..drafters.draft_model import DraftModelOptions
+from ..drafters.draft_model import DraftModelOptions, load_named
 from ..drafters.registry import Speculation, parse
 from ..engine.options import EngineOptions
 from ..errors import PilotfishError, PromptError
 from ..llm import LLM
-from ..models.load import Loaded, load
+from ..models.load import Loaded
 from ..models.tokenizer import Detokenizer
 from ..trace import Json, TraceFile, listen
 from .clock import Clock, TimedStep
@@ -168,7 +168,7 @@ def _loaded_once(speculation: Speculation, target: Loaded) -> Speculation:
     own = speculation.options
     if not isinstance(own, DraftModelOptions) or not isinstance(own.model, str | Path):
         return speculation
-    draft = load(own.model, device=str(target.model.info.device), quantization=own.loading(target.model.info))
+    draft = load_named(own, target.model.info)
     return replace(speculation, options=replace(own, model=draft, quantization="auto"))  # as far as loading goes
 
 

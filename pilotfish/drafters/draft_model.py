@@ -278,18 +278,27 @@ def _refuse_other_kind(draft: ModelInfo, target: ModelInfo) -> None:
         )
 
 
+def load_named(options: DraftModelOptions, target: ModelInfo) -> Loaded:
+    """The draft model that is given by name: on the target's device, and run by its kernels. Raises ModelError."""
+    from ..models.load import load
+
+    quantization = options.loading(target)
+    kernels = target.kernels if bits_of(quantization) else "auto"  # float weights are run by neither
+    return load(options.model, device=str(target.device), quantization=quantization, kernels=kernels)
+
+
 def load_draft(options: DraftModelOptions, setting: Setting, method: str) -> Loaded:
     """The draft model, and its tokenizer if that is another than the target's; where either has none, their ids are
     taken to be the same. Raises DraftError if there is no draft model, or none of the target's kind."""
     if options.model is None:
         raise DraftError(f"method {method!r} needs a draft model: give model= (or --draft-model)")
-    from ..models.load import Loaded, from_objects, load
+    from ..models.load import Loaded, from_objects
 
     if isinstance(options.model, Loaded):
         loaded = options.model
     elif isinstance(options.model, str | Path):
         _refuse_head(Path(options.model), method)
-        loaded = load(options.model, device=str(setting.device), quantization=options.loading(setting.target))
+        loaded = load_named(options, setting.target)
     else:
         from transformers import PreTrainedModel
 

@@ -135,7 +135,12 @@ class Eagle3Drafter(Drafter):
         from ..paged.cache import KVCache, LayerShape
 
         options, config = options or Eagle3Options(), head.config
-        self.head, self.steps, self.options, self.target_cache = head, Steps(head), options, setting.cache
+        self.head, self.steps, self.options, self.target_cache = (
+            head,
+            Steps(head, setting.target.kernels),
+            options,
+            setting.cache,
+        )
         self.num_target_ids, self.device = setting.target.vocab_size, setting.target.device
         self.max_rows, self.layers = setting.max_rows, config.taps
         self.taps = tuple(sorted(set(config.taps)))
@@ -161,7 +166,7 @@ class Eagle3Drafter(Drafter):
 
         head = load_for(options.model, setting.model, setting.tokenizer, "eagle3")
         assert isinstance(head, Eagle3Head)
-        placed(head, options.quantization, setting.device)
+        placed(head, options.quantization, setting.target)
         return cls(head, setting, options)
 
     def describe(self) -> str:

@@ -108,7 +108,7 @@ class MedusaDrafter(Drafter):
 
         heads = load_for(options.model, setting.model, setting.tokenizer, "medusa")
         assert isinstance(heads, MedusaHeads)
-        placed(heads, options.quantization, setting.device)
+        placed(heads, options.quantization, setting.target)
         return cls(heads, setting.model.ends(), setting, options.paths)
 
     def describe(self) -> str:

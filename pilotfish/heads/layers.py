@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DraftError
+from ..models.base import ModelInfo
 from ..models.linear import PackedLinear
-from ..models.options import QUANTIZATIONS
+from ..models.options import QUANTIZATIONS, Kernels
 
 
 class RMSNorm(nn.Module):
@@ -30,36 +31,37 @@ class RMSNorm(nn.Module):
 class PackedProduct(nn.Module):
     """A linear layer whose weights are bytes (see `pilotfish.models.linear`), for drafting on a CPU."""
 
-    def __init__(self, linear: nn.Linear, bits: int):
+    def __init__(self, linear: nn.Linear, bits: int, kernels: Kernels = "auto"):
         super().__init__()
         bias = None if linear.bias is None else linear.bias.detach()
-        self.product = PackedLinear(linear.weight.detach(), bits, bias)
+        self.product = PackedLinear(linear.weight.detach(), bits, bias, kernels=kernels)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.product(x_TD)
 
 
-def placed(head: nn.Module, quantization: str, device: torch.device) -> None:
-    """Bring a head to where it drafts, its linear layers packed. quantization: auto is int8 on a CPU, else none.
+def placed(head: nn.Module, quantization: str, target: ModelInfo) -> None:
+    """Bring a head to where its target is, its linear layers packed and run by the target's kernels. quantization: auto
+    is int8 on a CPU, else none.
 
     Raises DraftError for bytes on another device than a CPU.
     """
-    on_cpu = device.type == "cpu"
+    device, on_cpu = target.device, target.device.type == "cpu"
     chosen = ("int8" if on_cpu else "none") if quantization == "auto" else quantization
     if QUANTIZATIONS[chosen]:
         if not on_cpu:
             raise DraftError(f"quantization {chosen!r} of a head is for the CPU, not for {device}")
-        packed(head, QUANTIZATIONS[chosen])
+        packed(head, QUANTIZATIONS[chosen], target.kernels)
     head.to(device).requires_grad_(False)
 
 
-def packed(module: nn.Module, bits: int) -> None:
+def packed(module: nn.Module, bits: int, kernels: Kernels = "auto") -> None:
     """Replace every linear layer inside a module by one of ``bits`` bits, for drafting only."""
     for name, child in module.named_children():
         if isinstance(child, nn.Linear):
-            setattr(module, name, PackedProduct(child, bits))
+            setattr(module, name, PackedProduct(child, bits, kernels))
         else:
-            packed(child, bits)
+            packed(child, bits, kernels)
 
 
 def offsets_of(ids: Sequence[int]) -> Tensor:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..attention import sdpa
 from ..models.architecture import Architecture
 from ..models.linear import Array
+from ..models.options import Kernels
 from ..models.quantize import Origin, Quantised, obstacle
 from ..models.quantized import QuantizedDecoder
 from .eagle3 import Attend, Eagle3Head
@@ -29,10 +30,10 @@ _NORMS = {"norm_1": "hidden_norm", "norm_2": "mlp_norm", "embedding_norm": "embe
 
 
 class Steps:
-    """Runs a head. native: what runs it as one compiled call, if that is possible."""
+    """Runs a head. native: what runs it as one compiled call, if that is possible. kernels: see `kernels.runner`."""
 
-    def __init__(self, head: Eagle3Head):
-        self.head, self.native = head, compiled(head)
+    def __init__(self, head: Eagle3Head, kernels: Kernels = "auto"):
+        self.head, self.native = head, compiled(head, kernels)
 
     def run(self, batch: Batch, cache: KVCache, states_TD: Tensor) -> tuple[Tensor, Tensor]:
         """One pass: what each row feeds back [T, hidden], and the wanted rows' logits [N, draft vocabulary]. Keys and
@@ -56,7 +57,7 @@ class Steps:
         return attend
 
 
-def compiled(head: Eagle3Head) -> QuantizedDecoder | None:
+def compiled(head: Eagle3Head, kernels: Kernels = "auto") -> QuantizedDecoder | None:
     """The same head for `QuantizedDecoder.forward` with ``starts``; None if its weights are not int8, or of shapes that
     the loops do not take. What it feeds back is the output of its layer (tap 0), without `norm_output`."""
     if any(_bits(_part(head, name)) != 8 for name in ("lm_head", *_PRODUCTS.values())):
@@ -73,7 +74,8 @@ def compiled(head: Eagle3Head) -> QuantizedDecoder | None:
             arrays[f"0.{name}"] = norm.weight.detach().numpy()  # type: ignore[operator]
     arrays |= _packed("head", head.lm_head) | _packed("embedding", head.lm_head)  # nobody looks up the latter
     origin = Origin(facts, type(head).__name__, (), 8)
-    return QuantizedDecoder(Quantised(origin, arrays), "head", joined=2 if head.config.norm_before_residual else 1)
+    joined = 2 if head.config.norm_before_residual else 1
+    return QuantizedDecoder(Quantised(origin, arrays), "head", joined=joined, kernels=kernels)
 
 
 def _facts(head: Eagle3Head) -> Architecture:

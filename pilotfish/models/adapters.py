@@ -12,7 +12,6 @@ shape: peft would fill in what is missing.
 
 import importlib.util
 import json
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from ..paged.cache import KVCache
 from .architecture import quantised_by
 from .base import CausalLM, Ends, ModelInfo, ModelOutput
 from .demo import NAME as DEMO_NAME
+from .turns import Turn
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -105,7 +105,7 @@ class AdaptedLM:
         self.base, self._wrapped = base, wrapped
         self.info: ModelInfo = replace(base.info, adapters=tuple(wrapped.peft_config))
         self._active = ""
-        self._turn = threading.Lock()  # of passes: which adapter is active is the model's state
+        self._turn = Turn()  # of passes: which adapter is active is the model's state
 
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
         return self.base.new_cache(num_pages, page_size)

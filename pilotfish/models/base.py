@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..decoding.sampling import Likeliest, SamplingParams
     from ..paged.batch import Batch
     from ..paged.cache import KVCache, LayerShape
+    from .options import Kernels
     from .speech import Speech
 
 
@@ -30,6 +31,7 @@ class ModelInfo:
     name: as the user gave it. context: the longest text it takes, in tokens. eos_ids: what ends a text.
     num_bytes: of its weights. quantization: how they are kept (none, int8, int4). bitwise: whether a row's logits are
     the same to the last bit whatever else is in the batch. implementation: hf (transformers' code) or native (ours).
+    kernels: what was asked to run quantised weights (see `LoadOptions`), its own and those of what drafts for it.
 
     Of an encoder-decoder model, context and layers are the decoder's. source_context: the longest source its encoder
     takes, None for a decoder-only model. decoder_prompt: what its decoder begins every text with. speech: of one whose
@@ -51,6 +53,7 @@ class ModelInfo:
     quantization: str = "none"
     bitwise: bool = False
     implementation: str = "hf"
+    kernels: Kernels = "auto"
     source_context: int | None = None
     decoder_prompt: tuple[int, ...] = ()
     adapters: tuple[str, ...] = ()

@@ -53,7 +53,7 @@ def prepared(name: str, fill: Callable[[pathlib.Path], None], say: Callable[[str
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(folder.with_name(name + ".lock"))
+        lock = _lock(folder)
         try:
             lock.acquire(timeout=1)
         except filelock.Timeout:
@@ -61,11 +61,39 @@ def prepared(name: str, fill: Callable[[pathlib.Path], None], say: Callable[[str
             lock.acquire()
         try:
             _make(folder, fill, say)
+        except BaseException:
+            if not folder.exists():
+                _remove(lock)
+            raise
         finally:
             lock.release()
     except OSError as error:
         raise ModelError(f"cannot prepare {folder}: {error}; PILOTFISH_CACHE can name another place") from error
     return folder
+
+
+def drop(folder: pathlib.Path) -> None:
+    """Delete a prepared folder, or what a killed process left of it, with its lock; not while somebody is at work."""
+    with contextlib.suppress(OSError, filelock.Timeout), (lock := _lock(folder)).acquire(timeout=0):
+        for path in (folder, _partial(folder)):
+            shutil.rmtree(path, ignore_errors=True)
+        _remove(lock)
+
+
+def _lock(folder: pathlib.Path) -> filelock.FileLock:
+    return filelock.FileLock(folder.with_name(folder.name + ".lock"))
+
+
+def _remove(lock: filelock.FileLock) -> None:
+    """Delete the file of a lock that we hold and let go of next. Somebody may have opened it to wait for us, and others
+    may make a new one meanwhile; but who then locks a file that has no name any more looks for the new one: `filelock`
+    does so, from 4 at the latest."""
+    with contextlib.suppress(OSError):  # Windows keeps files that are open
+        pathlib.Path(lock.lock_file).unlink()
+
+
+def _partial(folder: pathlib.Path) -> pathlib.Path:
+    return folder.with_name(folder.name + ".partial")
 
 
 def damage(folder: pathlib.Path) -> str | None:
@@ -136,7 +164,7 @@ def _make(folder: pathlib.Path, fill: Callable[[pathlib.Path], None], say: Calla
         return
     if folder.exists():
         say(f"{folder} is damaged ({reason}); making it again")
-    partial = folder.with_name(folder.name + ".partial")
+    partial = _partial(folder)
     if partial.exists():  # left by a process that was killed: nobody else can be writing, we hold the lock
         shutil.rmtree(partial)
     partial.mkdir()

@@ -8,6 +8,7 @@ It does not know models. The one trick: a vocabulary, nearly all of a head, is s
     tensor   name, shape (inputs first), type, where its data begin behind the head, which ends at a whole alignment
 """
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -98,19 +99,46 @@ def partly_rotated(file: GgufFile) -> str | None:
     return None if width is None or part in (None, width) else f"of heads of {width} numbers only {part!r} are rotated"
 
 
-_UNREAD: Mapping[str, tuple[float, ...]] = {  # settings that change what a model says, and where they do not
-    "attention.scale": (0.0,), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0), "embedding_scale": (0.0, 1.0),
-    "attention.clamp_kqv": (0.0,), "attention.causal": (True,),
+UNREAD: Mapping[str, tuple[float, ...]] = {  # settings that change what a model says, and where they do not
+    "attention.scale": (0.0,), "attention.output_scale": (0.0, 1.0), "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,), "attention.causal": (True,), "attention.sliding_window": (0,),
+    "attention.temperature_length": (0,), "attention.temperature_scale": (0.0,), "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,), "router_logit_softcapping": (0.0,), "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0), "embedding_scale": (0.0, 1.0), "activation_sparsity_scale": (0.0,),
+    "swiglu_clamp_exp": (0.0,), "swiglu_clamp_shexp": (0.0,), "swin_norm": (False,), "nextn_predict_layers": (0,),
+    "rope.dimension_sections": (0,), "rope.scaling.alpha": (0.0, 1.0),
 }  # fmt: skip
 
 
 def unread_setting(file: GgufFile) -> str | None:
-    """A setting that neither transformers nor we read, in words; None if all such are as usual."""
-    for own, usual in _UNREAD.items():
-        name = f"{file.architecture}.{own}"
-        if (value := file.settings.get(name, usual[0])) not in usual:
-            return f"its setting {name} is {value!r}, which is not read"
+    """A setting that neither transformers nor we read of one of our architectures, in words; None if all such are as
+    usual."""
+    return next((words for own in UNREAD if (words := _unusual(file, own)) is not None), None)
+
+
+def differing_setting(file: GgufFile, config: Any) -> str | None:
+    """The same of any architecture, by the config that transformers made of the file: a setting that its model has by
+    the same name, with another value. What it would be by another name, or not at all, is not known here."""
+    for own in UNREAD:
+        words, last = _unusual(file, own), own.rpartition(".")[2]
+        if words is None or not hasattr(config, last):
+            continue
+        value, taken = file.settings[f"{file.architecture}.{own}"], getattr(config, last)
+        numbers = isinstance(value, float | int) and isinstance(taken, float | int)
+        if not numbers or not math.isclose(value, taken, rel_tol=1e-6):
+            return f"{words} (its model has {taken!r})"
     return None
+
+
+def _unusual(file: GgufFile, own: str) -> str | None:
+    name = f"{file.architecture}.{own}"
+    value, context = (file.settings.get(one) for one in (name, f"{file.architecture}.context_length"))
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if all(one in UNREAD[own] for one in values):
+        return None
+    if own == "attention.sliding_window" and isinstance(value, int) and isinstance(context, int) and value >= context:
+        return None
+    return f"its setting {name} is {value!r}, which is not read"
 
 
 def open_gguf(path: Path) -> GgufFile:

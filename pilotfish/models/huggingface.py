@@ -10,7 +10,6 @@ and never call it (bloom does), bring masks of its own, or carry state that cann
 """
 
 import copy
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +26,7 @@ from ..paged.cache import KVCache, LayerShape
 from .architecture import eos_ids, quantised_by
 from .base import CausalLM, Ends, ModelInfo, ModelOutput
 from .dialects import stock_inputs
+from .turns import Turn
 from .vocabulary import DroppedLogits, with_part
 
 _NAME, _MEASURING = "pilotfish", "pilotfish-measuring"
@@ -128,7 +128,7 @@ class HuggingFaceLM:
 
     def __init__(self, model: PreTrainedModel, name: str = "", *, self_check: bool = True):
         self.model: Any = model
-        self._turn = threading.Lock()  # of passes: they swap parts of the model
+        self._turn = Turn()  # of passes: they swap parts of the model
         model.train(False)
         config: Any = model.config.get_text_config()
         self._config = config

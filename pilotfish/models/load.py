@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from .decoder import Decoder
 from .demo import demo_folder
 from .disk_cache import cache_folder
 from .hub import look_up
-from .options import GGUF, bits_of
+from .options import GGUF, Kernels, bits_of
 from .options import LoadOptions as LoadOptions
 from .quantize import QuantisationError, kept, key_of, read, stored
 from .quantized import QuantizedDecoder, slow_because
@@ -50,7 +50,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     quantization: Literal["none", "int8", "int4", "gguf"] = "none",
-    kernels: Literal["auto", "native", "numba"] = "auto",
+    kernels: Kernels = "auto",
     model_impl: Literal["auto", "hf", "native"] = "auto",
     adapter: str | None = None,
     adapters: Mapping[str, str] | Sequence[str] = (),
@@ -130,8 +130,9 @@ def _load_from(source: str, name: str, options: LoadOptions, gguf_file: str | No
     if bits_of(options.quantization):
         model = _load_quantised(source, name, options, gguf_file)
     if model is None:
-        model = _wrap(_load_weights(source, name, options, gguf_file), source, name, options, gguf_file)
-        return Loaded(model, _tokenizer(source, name, gguf_file))
+        wrapped: Any = _wrap(_load_weights(source, name, options, gguf_file), source, name, options, gguf_file)
+        wrapped.info = replace(wrapped.info, kernels=options.kernels)  # heads that draft for it may be quantised
+        return Loaded(wrapped, _tokenizer(source, name, gguf_file))
     return Loaded(model, _tokenizer(source, name, gguf_file, **_bare_config(Path(source)) if gguf_file is None else {}))
 
 
@@ -241,7 +242,7 @@ def _load_weights(source: str, name: str, options: LoadOptions, gguf_file: str |
     if missing := sorted(report["missing_keys"]):  # transformers would make them up
         raise ModelError(f"model {name!r} is incomplete: {len(missing)} weights are missing, {missing[0]} for one")
     if gguf_file is not None:
-        _refuse_unread_tensors(Path(source, gguf_file), name, model)
+        _refuse_unread_parts(Path(source, gguf_file), name, model)
     if "device_map" not in weights:
         model = model.to(options.torch_device)
     if options.adapter is not None:
@@ -272,13 +273,16 @@ def _refuse_unread_settings(path: Path, name: str) -> None:
         raise ModelError(f"model {name!r} cannot be used: {reason} by transformers; use the model's own folder")
 
 
-def _refuse_unread_tensors(path: Path, name: str, model: Any) -> None:
-    """Raises ModelError for a file with tensors that transformers has stepped over, such as biases of a Llama: the
-    model is another than the file's. Only for architectures whose names are known here."""
+def _refuse_unread_parts(path: Path, name: str, model: Any) -> None:
+    """Raises ModelError for a file with tensors that transformers has stepped over, such as biases of a Llama, or with
+    settings for which it took others: the model is another than the file's. Tensors only for architectures whose names
+    are known here."""
     from .gguf import ARCHITECTURES, names_read
-    from .gguf_file import open_gguf
+    from .gguf_file import differing_setting, open_gguf
 
     file = open_gguf(path)
+    if (reason := differing_setting(file, model.config.get_text_config())) is not None:
+        raise ModelError(f"model {name!r} cannot be used: {reason} by transformers; use the model's own folder")
     if file.architecture not in ARCHITECTURES or unsupported(model.config) is not None:
         return
     known = names_read(model)

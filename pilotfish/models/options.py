@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..errors import OptionError, unknown_name
 from ..lazily import torch
@@ -17,7 +17,8 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 QUANTIZATIONS = {"none": 0, "int8": 8, "int4": 4}  # of float weights, whatever they are
 GGUF = "gguf"  # a GGUF file's own numbers
 _GGUF_BITS = 9  # `products.GROUPED`; to import that here would be to import a compiler
-KERNELS = ("auto", "native", "numba")
+Kernels = Literal["auto", "native", "numba"]
+KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 
 
 def _named(one: object) -> tuple[str, str]:
@@ -54,9 +55,12 @@ class LoadOptions:
             "numbers, not dequantised"
         },
     )
-    kernels: Literal["auto", "native", "numba"] = field(
+    kernels: Kernels = field(
         default="auto",
-        metadata={"help": "what runs such weights: numba's loops, C++ built here (native), or C++ if possible (auto)"},
+        metadata={
+            "help": "what runs such weights, a draft's too: numba's loops, C++ built here (native), or C++ if "
+            "possible (auto)"
+        },
     )
     model_impl: Literal["auto", "hf", "native"] = field(
         default="auto", metadata={"help": "whose code runs the model: transformers' (hf), ours (native), or the faster"}

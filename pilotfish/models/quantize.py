@@ -11,23 +11,20 @@ read (most of an embedding) are never loaded.
 No data is needed: activations are quantised per row as they come, and weights by their own size.
 """
 
-import contextlib
 import hashlib
 import json
 import pathlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import filelock
 import numpy as np
 from torch import Tensor
 
 from ..errors import ModelError
 from ..version import VERSION
 from .architecture import Architecture, describe, eos_ids, fused, unsupported, weights
-from .disk_cache import cache_folder, prepared
+from .disk_cache import cache_folder, drop, prepared
 from .linear import Array, pack
 from .memory import opened
 
@@ -217,9 +214,6 @@ def _finite(name: str, vector: Tensor, model: Any) -> Tensor:
 def _drop_others(prefix: str, keep: pathlib.Path) -> None:
     """Earlier versions of the same model, or of weights that have changed since, are of no use to anybody. Nor is what
     a killed process left unfinished; while one is at work, it holds the lock."""
-    for path in keep.parent.glob(f"{prefix}*"):
-        if not path.is_dir() or path == keep:
-            continue
-        lock = filelock.FileLock(path.with_name(path.name.removesuffix(".partial") + ".lock"))
-        with contextlib.suppress(OSError, filelock.Timeout), lock.acquire(timeout=0):
-            shutil.rmtree(path, ignore_errors=True)
+    names = {path.name.removesuffix(".lock").removesuffix(".partial") for path in keep.parent.glob(f"{prefix}*")}
+    for name in names - {keep.name}:
+        drop(keep.with_name(name))

@@ -10,7 +10,6 @@ batch and any draft. It is, and `info.bitwise` says so.
 """
 
 import copy
-import threading
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
@@ -29,9 +28,10 @@ from .base import Ends, ModelInfo, ModelOutput
 from .decoder import chosen_layers
 from .kernels import chosen, runner
 from .linear import Array, pick_rows, unpack_rows
-from .options import name_of
+from .options import Kernels, name_of
 from .products import GROUP, ROWS, SUMS_LINE
 from .quantize import Quantised
+from .turns import Turn
 
 _ROWS_AT_ONCE = 256  # longer batches go through in parts: same bits, bounded memory
 _FEW_ROWS = 16  # up to here, blocks of keys are shared out among the threads
@@ -55,7 +55,7 @@ class QuantizedDecoder:
     kernels: see `kernels.runner`.
     """
 
-    def __init__(self, quantised: Quantised, name: str, *, joined: int = 0, kernels: str = "auto"):
+    def __init__(self, quantised: Quantised, name: str, *, joined: int = 0, kernels: Kernels = "auto"):
         self.quantised = quantised
         self._runner = runner(kernels)
         self._finds_best = chosen(kernels) is not None
@@ -75,6 +75,7 @@ class QuantizedDecoder:
             quantization=name_of(origin.bits),
             bitwise=True,
             implementation="native",
+            kernels=kernels,
         )
         arrays = quantised.arrays
         self._sizes = np.array(
@@ -91,7 +92,7 @@ class QuantizedDecoder:
         self._tables: WeakKeyDictionary[KVCache, Array] = WeakKeyDictionary()
         self._turns: list[tuple[Array, Array]] = []
         self._num_positions = 0
-        self._turn = threading.Lock()  # of passes: they share buffers
+        self._turn = Turn()  # of passes: they share buffers
         self._buffers: dict[tuple[int, int], tuple[Array, Array]] = {}
 
     def new_cache(self, num_pages: int, page_size: int = 16) -> KVCache:
@@ -258,11 +259,11 @@ class QuantizedDecoder:
             return
         count = max(2 * self._num_positions, -(-num_positions // _POSITIONS_AT_ONCE) * _POSITIONS_AT_ONCE)
         positions = torch.arange(count, dtype=torch.float32)[:, None]
-        self._turns = []
+        turns = []
         for i, scale in enumerate(self.architecture.rotation_scales):
             angles = positions * torch.from_numpy(np.array(self.quantised.arrays[f"frequencies.{i}"]))
-            self._turns.append(((angles.cos() * scale).numpy(), (angles.sin() * scale).numpy()))
-        self._num_positions = count
+            turns.append(((angles.cos() * scale).numpy(), (angles.sin() * scale).numpy()))
+        self._turns, self._num_positions = turns, count  # at once: Ctrl-C leaves all of them or those before
 
     def _workspace(self, num_rows: int, num_threads: int) -> Array:
         """Addresses of buffers for at least this many rows; padding in them is zero and stays so. num_threads: may

@@ -79,11 +79,20 @@ class Team:
         atexit.register(self.close)
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
-        """Call ``function(*args)`` on this thread and on the helpers; returns when this thread's call does."""
+        """Call ``function(*args)`` on this thread and on the helpers; returns when this thread's call does.
+
+        It may be called once more than there are threads: one that comes when all jobs are done must do nothing.
+        """
         job = (function, args)
-        for inbox in self._inboxes:
-            inbox.put(job)
-        function(*args)
+        try:
+            for inbox in self._inboxes:
+                inbox.put(job)
+            function(*args)
+        except BaseException:
+            # Ctrl-C, on the way to the compiled code or back. A helper may be at the job, in buffers that the next pass
+            # writes to and arrays that the caller is about to drop: so it is finished first.
+            function(*args)
+            raise
 
     def close(self) -> None:
         """Let the helpers go."""
@@ -107,7 +116,17 @@ _teams: dict[int, Team] = {}
 
 def team(num_threads: int) -> Team:
     """The process's team of this size."""
-    process_key = (os.getpid() << 8) + num_threads  # after a fork the helpers are gone
-    if process_key not in _teams:
-        _teams[process_key] = Team(num_threads)
-    return _teams[process_key]
+    if num_threads not in _teams:
+        _teams[num_threads] = Team(num_threads)
+    return _teams[num_threads]
+
+
+def _forget_teams() -> None:
+    """In a child after a fork: the helpers are the parent's, so nobody may wait for them, at its end either."""
+    for one in _teams.values():
+        atexit.unregister(one.close)
+    _teams.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_teams)

@@ -18,10 +18,11 @@ from pilotfish.bench.divergence import first_difference, margin, next_logits
 from pilotfish.decoding.noise import exponentials
 from pilotfish.decoding.sampling import SamplingParams
 from pilotfish.drafters import registry
+from pilotfish.drafters.draft_model import DraftModelOptions
 from pilotfish.drafters.ngram import NgramDrafter
 from pilotfish.engine.options import EngineOptions
 from pilotfish.errors import DraftError, OptionError, PromptError
-from pilotfish.models.base import ModelOutput
+from pilotfish.models.base import ModelInfo, ModelOutput
 from pilotfish.models.load import Loaded, from_objects
 from pilotfish.paged.batch import Batch
 from pilotfish.paged.cache import KVCache
@@ -200,11 +201,11 @@ def test_a_later_repeat_does_not_profit_from_an_earlier_one(prompts: str) -> Non
 def test_a_draft_model_is_loaded_once(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[str] = []
 
-    def load(name: str, **_options: Any) -> Loaded:
-        loads.append(name)
-        return draft(name)
+    def load_named(options: DraftModelOptions, _target: ModelInfo) -> Loaded:
+        loads.append(options.model)
+        return draft(options.model)
 
-    monkeypatch.setattr(measure_module, "load", load)
+    monkeypatch.setattr(measure_module, "load_named", load_named)
     speculation = registry.parse({"method": "draft_model", "model": "small"})
     report = bench(prompts, methods=[speculation], repeats=3, num_speculative_tokens="2,3")
     assert loads == ["small"]

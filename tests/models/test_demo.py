@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -198,7 +199,7 @@ def test_a_failed_conversion_leaves_nothing(cache):
 
     with pytest.raises(KeyError):
         disk_cache.prepared("fish", fail, print)
-    assert [path.name for path in cache.iterdir() if path.is_dir()] == []
+    assert list(cache.iterdir()) == [], "no lock either"
 
 
 def start(body: str) -> "subprocess.Popen[str]":
@@ -250,6 +251,43 @@ def test_of_two_processes_one_fills_and_the_other_waits(cache):
         assert process.communicate()[0] == f"{cache / 'fish'}\n"
     assert (first.returncode, second.returncode) == (0, 0)
     assert (cache / "fish" / "by").read_text() == "the first"
+
+
+def test_who_waited_for_a_lock_whose_file_is_gone_takes_the_new_one(cache):
+    """One fails, deletes the lock and has not let go of it yet; one waits for that, and one comes anew."""
+    at_work, num_fills, said = threading.Lock(), [], []
+
+    def fill(folder):
+        assert at_work.acquire(blocking=False), "two fill one folder"
+        time.sleep(0.2)
+        num_fills.append(1)
+        at_work.release()
+
+    cache.mkdir()
+    waiter, late = (
+        threading.Thread(target=disk_cache.prepared, args=("fish", fill, said.append), daemon=True) for _ in range(2)
+    )
+    lock = disk_cache._lock(cache / "fish")
+    with lock:
+        waiter.start()
+        while not said:
+            time.sleep(0.01)
+        disk_cache._remove(lock)
+        late.start()
+        wait_for(cache / "fish.partial")
+    for thread in (waiter, late):
+        thread.join(60)
+    assert num_fills == [1] and (cache / "fish").is_dir()
+
+
+def test_what_is_dropped_takes_its_lock_along_unless_somebody_is_at_work(cache):
+    folder = disk_cache.prepared("fish", lambda folder: None, print)
+    with disk_cache._lock(folder):
+        disk_cache.drop(folder)
+        assert folder.is_dir()
+    (cache / "fish.partial").mkdir()
+    disk_cache.drop(folder)
+    assert list(cache.iterdir()) == []
 
 
 @pytest.mark.slow

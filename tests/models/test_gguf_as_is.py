@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoTokenizer
 
@@ -23,6 +24,7 @@ from pilotfish.inspection import inspect
 from pilotfish.models import gguf as as_is
 from pilotfish.models.architecture import describe, fused, weights
 from pilotfish.models.decoder import Decoder
+from pilotfish.models.gguf_file import UNREAD, GgufFile, differing_setting, unread_setting
 from pilotfish.models.linear import Packed, unpack
 from pilotfish.models.load import load
 from pilotfish.models.options import LoadOptions, bits_of, name_of
@@ -232,15 +234,69 @@ def test_rotations_scaled_by_nothing_are_not_refused(tmp_path: Path):
         assert load(path, **AS_IS).model.info.vocab_size == 260
 
 
-@pytest.mark.parametrize("setting", ["attention.scale", "logit_scale", "residual_scale", "attention.clamp_kqv"])
+@pytest.mark.parametrize("setting", UNREAD)
 @pytest.mark.parametrize("quantization", ["gguf", "none"])
 def test_settings_that_nobody_reads_are_refused(quantization: Any, setting: str, tmp_path: Path):
     path = tmp_path / "odd.gguf"
-    write_gguf(path, shape=WIDE, numbers={setting: 0.5})
-    with pytest.raises(ModelError, match=rf"setting llama\.{setting} is 0\.5, which is not read.*own folder"):
+    odd = {bool: int(not UNREAD[setting][0]), int: 7, float: 0.5}[type(UNREAD[setting][0])]
+    write_gguf(path, shape=WIDE, numbers={setting: odd})
+    with pytest.raises(ModelError, match=rf"setting llama\.{setting} is {odd}, which is not read.*own folder"):
         load(path, quantization=quantization, kernels="numba")
-    write_gguf(path, shape=WIDE, numbers={setting: 0.0})
-    assert load(path, quantization=quantization, kernels="numba").model.info.vocab_size == 260
+
+
+@pytest.mark.parametrize("quantization", ["gguf", "none"])
+def test_settings_that_are_as_usual_are_not(quantization: Any, tmp_path: Path):
+    """Nor is a window that is wider than the longest text."""
+    path = tmp_path / "one.gguf"
+    for last in (0, -1):
+        numbers = {name: usual[last] for name, usual in UNREAD.items()} | {"attention.sliding_window": 1 << 20}
+        write_gguf(path, shape=WIDE, numbers=numbers)
+        assert load(path, quantization=quantization, kernels="numba").model.info.vocab_size == 260
+
+
+def test_lists_of_settings_and_those_of_other_architectures():
+    def unread(name: str, value: Any, config: Any = None) -> str | None:
+        settings = {"general.architecture": name.split(".")[0], "gemma2.context_length": 8192, name: value}
+        file = GgufFile(Path("x"), settings, {}, {})
+        return unread_setting(file) if config is None else differing_setting(file, config)
+
+    assert unread("qwen2.rope.dimension_sections", [0, 0, 0, 0]) is None
+    assert "[8, 12, 12, 0], which is not read" in (unread("qwen2.rope.dimension_sections", [8, 12, 12, 0]) or "")
+    gemma, phi = transformers.Gemma2Config(), transformers.Phi3Config()
+    assert unread("gemma2.attn_logit_softcapping", 50.0, gemma) is None
+    assert unread("gemma2.attention.sliding_window", 4096, gemma) is None  # which is read
+    assert "40.0, which is not read (its model has 50.0)" in str(unread("gemma2.attn_logit_softcapping", 40.0, gemma))
+    assert "is 2047, which is not read (its model has None)" in str(unread("phi3.attention.sliding_window", 2047, phi))
+    assert unread("phi3.attention.clamp_kqv", 8.0, phi) is None  # by what name its model would have that is not known
+
+
+def test_every_setting_that_the_format_knows_was_thought_about():
+    """One that a new version of the `gguf` package brings must be put into `UNREAD`, or here."""
+    read = {
+        "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
+        "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon",
+        "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base",
+        "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor",
+    }  # fmt: skip
+    # Experts, recurrences, low ranks and several streams come with tensors of their own, which are refused.
+    with_tensors = (
+        "expert", "moe_", "leading_dense", "interleave_moe", "attention.indexer", "lora_rank", "_mla",
+        "altup.", "per_layer_input", "time_", "token_shift", "rescale_every", "group_norm", "relative_buckets",
+        "features_length", "dense}", "deepstack", "full_attention", "shared_kv", "embedding_length_out",
+    )  # fmt: skip
+    # What means nothing without a setting that is refused, or nothing to a decoder of one of our families.
+    without_meaning = (
+        "_swa", "sliding_window_pattern", "rope.scaling.", "pooling_type", "decoder_", "tensor_data_layout",
+        "use_parallel_residual", "layer_norm_epsilon",
+    )  # fmt: skip
+    known: set[str] = set()
+    for group in (gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Attention.Indexer, gguf.Keys.Rope):
+        known |= {name.removeprefix("{arch}.") for key, name in vars(group).items() if isinstance(name, str)
+                  and name.startswith("{arch}.")}  # fmt: skip
+    assert len(known) > 60 and not set(UNREAD) & read
+    excused = {name for name in known for part in (*with_tensors, *without_meaning) if part in name}
+    assert known - read - excused - set(UNREAD) == set()
+    assert set(UNREAD) <= known
 
 
 @pytest.mark.parametrize("name", ["blk.1.attn_q.bias", "blk.0.attn_sinks.weight", "rope_factors_long.weight"])

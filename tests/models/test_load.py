@@ -17,8 +17,11 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from pilotfish import LLM, SamplingParams
+from pilotfish.drafters.none import NoDrafter
+from pilotfish.engine.engine import Engine
 from pilotfish.errors import ModelError, OptionError
 from pilotfish.models.base import CausalLM
+from pilotfish.models.disk_cache import cache_folder
 from pilotfish.models.huggingface import HuggingFaceLM
 from pilotfish.models.load import LoadOptions, _bare_config, from_objects, load
 from pilotfish.paged.batch import Feed, lay_out
@@ -311,3 +314,14 @@ def test_once_it_is_cached_no_model_class_is_imported(wide: Path, tmp_path: Path
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "int8 set()\n"
+
+
+def test_a_model_of_a_test_is_not_kept_in_the_user_s_cache(wide: Path, cache_of_the_tests: Path):
+    """Nor what its passes cost."""
+    before = set(cache_of_the_tests.glob("**/*"))
+    engine = Engine(load(wide, quantization="int8").model, lambda setting: NoDrafter(), num_speculative_tokens="auto")
+    assert engine.target.info.quantization == "int8"
+    made = {path.relative_to(cache_of_the_tests) for path in set(cache_of_the_tests.glob("**/*")) - before}
+    assert {path.name for path in made} > {"weights.bin", "index.json"}
+    assert any(path.parent.name == "costs" for path in made)
+    assert not [path for path in made if path.name != "costs" and (cache_folder() / path).exists()]

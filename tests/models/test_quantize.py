@@ -65,6 +65,7 @@ def test_other_weights_or_another_version_are_made_again_and_replace_the_old(
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 1
     changed.get("two", 4)
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 2  # int8 and int4 live side by side
+    assert len(list(folder.glob("*.lock"))) == 2  # nothing is left of the others
 
 
 def test_a_damaged_file_is_made_again(folder: Path) -> None:

@@ -151,3 +151,19 @@ def test_threads_that_share_a_model_wait_for_each_other() -> None:
     for checker in checkers:
         checker.join()
     assert not wrong
+
+
+def test_ctrl_c_while_rotations_are_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model goes on afterwards, as a chat does."""
+    lm = quantised()
+    cache = begun(lm, 5)
+    right = logits(lm, cache, LONG[5:9], 5)
+
+    def interrupted(_: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "cos", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lm._grow_turns(2000)
+    assert torch.equal(logits(lm, cache, LONG[5:9], 5), right)
