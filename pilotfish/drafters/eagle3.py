@@ -27,7 +27,7 @@ from ..decoding.draft import EMPTY, MAX_NODES, Draft
 from ..decoding.request import Request, Step
 from ..decoding.sampling import warp
 from ..errors import OptionError
-from ..lazily import torch
+from ..lazily import np, torch
 from ..models.options import QUANTIZATIONS
 from ..paged.batch import Feed, lay_out
 from .base import Drafter, Setting
@@ -189,13 +189,20 @@ class Eagle3Drafter(Drafter):
         if not rows:
             return
         with torch.inference_mode():
-            index = torch.tensor(rows, device=self.device)
-            states_TD = torch.cat([taps[layer].index_select(0, index).float() for layer in self.layers], dim=1)
+            states_TD = self._states([taps[layer] for layer in self.layers], rows)
             parts = torch.split(states_TD, [count for _, count in owners])
         for (text, count), part in zip(owners, parts, strict=True):
             text.waiting.append(part)
             text.num_waiting += count
             text.output = None
+
+    def _states(self, taps: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        """These rows' states of all tapped layers side by side. In every pass: so on a CPU without torch, see
+        `models.quantized`."""
+        if all(states_TD.device.type == "cpu" and states_TD.dtype == torch.float32 for states_TD in taps):
+            return torch.from_numpy(np.concatenate([states_TD.numpy()[rows] for states_TD in taps], axis=1))
+        index = torch.tensor(rows, device=self.device)
+        return torch.cat([states_TD.index_select(0, index).float() for states_TD in taps], dim=1)
 
     def release(self, request: Request) -> None:
         self._close(request.id)
@@ -242,7 +249,7 @@ class Eagle3Drafter(Drafter):
         with torch.inference_mode():
             self._read([work.request for work in active])
             states, logits = zip(*(self._output(work.request) for work in active), strict=True)
-            hidden_TD, logits_TV, counts = torch.stack(states), torch.stack(logits), [1] * len(active)
+            hidden_TD, logits_TV, counts = _rows(states), _rows(logits), [1] * len(active)
             while True:
                 self._choose(active, counts, hidden_TD, logits_TV)
                 active = [work for work in active if work.active]
@@ -334,7 +341,7 @@ class Eagle3Drafter(Drafter):
         batch = lay_out(feeds, self.cache, self.device)
         if any(self._texts[feed.sequence].skew for feed in feeds):
             skews = [self._texts[feed.sequence].skew for feed in feeds for _ in feed.tokens]
-            batch.positions_T += torch.tensor(skews, device=self.device)
+            batch.positions = [position + skew for position, skew in zip(batch.positions, skews, strict=True)]
         return self.steps.run(batch, self.cache, states_TD)
 
     def _choose(self, works: Sequence[_Work], counts: Sequence[int], hidden_TD: Tensor, logits_TV: Tensor) -> None:
@@ -390,3 +397,7 @@ class Eagle3Drafter(Drafter):
         keep = {request.id for request in wanted}
         for sequence in [name for name in self.cache.sequences if name not in keep]:
             self._close(sequence)
+
+
+def _rows(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0][None] if len(rows) == 1 else torch.stack(list(rows))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from ..decoding.draft import EMPTY, MAX_NODES, Draft
 from ..decoding.noise import SeededNoise
 from ..decoding.request import Request
+from ..decoding.sampling import likeliest
 from ..lazily import np, torch
 from .shapes import RankPath
 
@@ -150,7 +151,7 @@ class Drawing(Tree):
         one (NaN) nothing follows, and what was drawn before stays: to drop it for that would be a bias."""
         found: list[int] = []
         for parent, q_M in zip(self.frontier or [-1], laws, strict=True):
-            if not bool(q_M.sum().isnan()):
+            if not math.isnan(likeliest(q_M[None])[1][0]):
                 found += self._draw(parent, q_M)
         fertile = [node for node in found if self._num_children[self.paths[node]]]
         self._look_at([node for node in fertile if self.tokens[node] not in self.request.stop_ids])
@@ -166,11 +167,10 @@ class Drawing(Tree):
             self.tokens.append(int(self.ids_M[drawn]))
             self.parents.append(parent)
             self.laws.append(q_M)
-            q_M = q_M.clone()
-            q_M[drawn] = 0
-            if not float(total := q_M.sum()) > 0:
+            left_M = without(q_M, drawn)
+            if left_M is None:
                 break
-            q_M /= total
+            q_M = left_M
         return nodes
 
     def draft(self, num_ids: int, kind: object = None) -> Draft:
@@ -179,11 +179,37 @@ class Drawing(Tree):
             return EMPTY
         nodes = sorted(range(len(self.tokens)), key=lambda node: self._place[self.paths[node]])
         places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
-        q_NV = q_NM = torch.stack([self.laws[node] for node in nodes])
-        if q_NM.shape[1] < num_ids:
-            q_NV = q_NM.new_zeros(len(nodes), num_ids).index_copy_(1, self.ids_M, q_NM)
+        q_NV = spread([self.laws[node] for node in nodes], self.ids_M, num_ids)
         tokens = [self.tokens[node] for node in nodes]
         return Draft(tuple(tokens), tuple(places[self.parents[node]] for node in nodes), q_NV, kind)
+
+
+def without(q_M: Tensor, drawn: int) -> Tensor | None:
+    """The law of the next draw from q without this one; None if nothing is left. On a CPU numpy's, on one thread: see
+    `decoding.sampling`."""
+    if q_M.device.type == "cpu":
+        left = q_M.numpy().copy()
+        left[drawn] = 0
+        total = left.sum()
+        return torch.from_numpy(np.divide(left, total, out=left)) if total > 0 else None
+    left_M = q_M.clone()
+    left_M[drawn] = 0
+    return left_M / total_M if float(total_M := left_M.sum()) > 0 else None
+
+
+def spread(laws: Sequence[Tensor], ids_M: Tensor, num_ids: int) -> Tensor:
+    """Laws over some ids, [M] each, as laws over all of them, [N, num_ids]."""
+    if laws[0].device.type == "cpu":
+        q_NM = np.stack([q_M.numpy() for q_M in laws])
+        if q_NM.shape[1] == num_ids:
+            return torch.from_numpy(q_NM)
+        q_NV = np.zeros((len(laws), num_ids), q_NM.dtype)
+        q_NV[:, ids_M.numpy()] = q_NM
+        return torch.from_numpy(q_NV)
+    stacked = torch.stack(list(laws))
+    if stacked.shape[1] == num_ids:
+        return stacked
+    return stacked.new_zeros(len(laws), num_ids).index_copy_(1, ids_M, stacked)
 
 
 def best(logits_TV: Tensor, num: int) -> tuple[Tensor, list[list[float]]]:
@@ -200,7 +226,7 @@ def best(logits_TV: Tensor, num: int) -> tuple[Tensor, list[list[float]]]:
     for logits_V in logits_TV:
         best_K, ids_K = logits_V.topk(num)
         largest = best_K[0]
-        total = math.log(float(np.exp((logits_V - largest).numpy()).sum()))
+        total = math.log(float(np.exp(logits_V.numpy() - largest.numpy()).sum()))
         ids.append(ids_K)
         logprobs.append((best_K - largest - total).tolist())
     return torch.stack(ids), logprobs

@@ -79,6 +79,20 @@ def test_both_give_the_same(variant: dict[str, Any]) -> None:
         assert (our_logits - their_logits).norm() < 0.01 * their_logits.norm()
 
 
+def test_both_see_rows_that_were_moved() -> None:
+    """Behind a gap a row's position is not its place in the cache."""
+    head, feeds = head_of(), [Feed("a", list(range(9)), 0, 9)]
+    found = []
+    for steps in (Steps(head), by_torch(head)):
+        for moved in (0, 37):
+            cache = cache_of("a")
+            batch = lay_out(feeds, cache)
+            batch.positions = [position + moved * (position > 3) for position in batch.positions]
+            found.append(steps.run(batch, cache, states(9))[0])
+    assert (found[1] - found[3]).norm() < 0.2 * (found[1] - found[0]).norm()
+    assert torch.equal(found[1][:4], found[0][:4]) and not torch.equal(found[1][4:], found[0][4:])
+
+
 def test_a_wrong_ancestor_would_be_seen() -> None:
     """The control: the deeper nodes with each other's parents give other states."""
     head = head_of()
