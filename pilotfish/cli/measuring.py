@@ -79,6 +79,7 @@ def bench(model: str, method: tuple[str, ...], as_json: bool, **values: Any) -> 
     They take turns on the same prompts. A table; in a file or a pipe, one JSON document follows as the last line.
     """
     from ..bench import print_report, run_bench
+    from ..bench.prompts import read_prompts
     from ..models.load import load
 
     options = flags.pick(BenchOptions, values)
@@ -87,6 +88,7 @@ def bench(model: str, method: tuple[str, ...], as_json: bool, **values: Any) -> 
     config = speculative_config({**values, "num_speculative_tokens": None})
     names = method or ((config["method"],) if "method" in config else ("ngram",))
     speculations = registry.parse_each(names, config)
+    read_prompts(options.prompts, options.limit)  # what is wrong with them is said before a model is loaded
     target = load(model, **asdict(flags.pick(LoadOptions, values)))
     engine = flags.pick(EngineOptions, values)
     if options.profile:
@@ -111,12 +113,15 @@ def verify(model: str, as_json: bool, **values: Any) -> None:
     On your own models, in some minutes; exit status 1 if it does change something. A table and a verdict; in a file or
     a pipe, one line of JSON follows.
     """
+    from ..bench.prompts import read_prompts
     from ..models.load import load
     from ..proof import print_report, run_verify
 
     speculation = registry.parse(speculative_config(values))
+    options = flags.pick(VerifyOptions, values)
+    read_prompts(options.prompts, options.limit)
     target = load(model, **asdict(flags.pick(LoadOptions, values)))
-    report = run_verify(flags.pick(VerifyOptions, values), target, speculation)
+    report = run_verify(options, target, speculation)
     print_report(report, as_json=as_json)
     if not report.lossless:
         raise SystemExit(1)
@@ -134,6 +139,7 @@ def tune(what: str | None, model: str, method: tuple[str, ...], **values: Any) -
     layers that the target can do without while it drafts for itself are searched first.
     """
     from ..bench.layers import best_layers
+    from ..bench.prompts import read_prompts
     from ..bench.tune import fitting, print_ranking, run_tune, with_frequent_tokens
     from ..models.load import load
 
@@ -143,6 +149,7 @@ def tune(what: str | None, model: str, method: tuple[str, ...], **values: Any) -
     registry.check_known(names, config)
     if what and (names != (what,) or {"skip_layers", "exit_layer"} & set(config)):
         raise OptionError(f"tune {what} searches the layers of that method: leave out --method and its options")
+    read_prompts(options.prompts, options.limit)
     target = load(model, **asdict(flags.pick(LoadOptions, values)))
     if what:
         config |= best_layers(options, target, engine)

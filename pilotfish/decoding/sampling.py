@@ -263,6 +263,12 @@ def _laws(logits_NV: Tensor, params: SamplingParams) -> Tensor:
 def _laws_on_cpu(logits_NV: Tensor, params: SamplingParams) -> Tensor:
     """The same, on one thread. A softmax of one row is torch's, which does that alone."""
     p_NV = torch.empty_like(logits_NV)
+    with np.errstate(over="ignore", invalid="ignore"):  # as torch: an overflow is an infinity, and a law of those a NaN
+        _fill_laws(p_NV, logits_NV, params)
+    return p_NV
+
+
+def _fill_laws(p_NV: Tensor, logits_NV: Tensor, params: SamplingParams) -> None:
     for row, x_V in enumerate(logits_NV.numpy()):
         if params.temperature != 1:
             x_V = (x_V - x_V.max()) / x_V.dtype.type(_temperature(logits_NV, params))
@@ -274,7 +280,6 @@ def _laws_on_cpu(logits_NV: Tensor, params: SamplingParams) -> Tensor:
         if params.top_p < 1:
             x_V = np.where(_outside_nucleus_on_cpu(p_NV[row].numpy(), params.top_p), -math.inf, x_V)
             torch.softmax(torch.from_numpy(x_V), 0, out=p_NV[row])
-    return p_NV
 
 
 def _temperature(logits_NV: Tensor, params: SamplingParams) -> float:

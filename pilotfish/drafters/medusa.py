@@ -24,7 +24,7 @@ from ..errors import DraftError, OptionError
 from ..lazily import torch
 from ..models.options import QUANTIZATIONS
 from .base import Drafter, Setting
-from .growing import confidence
+from .growing import best, confidence
 from .shapes import RankPath, Ranks, Shapes, rates_of
 from .states import kept_rows
 
@@ -142,9 +142,11 @@ class MedusaDrafter(Drafter):
         with torch.inference_mode():
             states_RD = self.norm(torch.stack([self._states[requests[i].id][1] for i in ready]))
             logits_KRV = self.heads(states_RD)
-            best_KRN, ids_KRN = logits_KRV.topk(self.num_ranks, dim=2)
-            logprobs = (best_KRN - logits_KRV.logsumexp(2, keepdim=True)).transpose(0, 1).tolist()
-            tokens = self.target_ids[ids_KRN].transpose(0, 1).tolist()
+            by_request_TV = logits_KRV.transpose(0, 1).reshape(-1, logits_KRV.shape[2])
+            ids_TN, values = best(by_request_TV, self.num_ranks)
+            tokens = self.target_ids[ids_TN].view(len(ready), -1, self.num_ranks).tolist()
+            num_heads = len(logits_KRV)
+            logprobs = [values[i * num_heads : (i + 1) * num_heads] for i in range(len(ready))]
         for i, own_tokens, own_logprobs in zip(ready, tokens, logprobs, strict=True):
             if self.paths is None:
                 self._guesses[requests[i].id] = own_tokens

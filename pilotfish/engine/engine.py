@@ -8,10 +8,9 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -299,6 +298,8 @@ class Engine:
             raise PilotfishError(f"a draft's chances {draft.chances!r} are not all from 0 to 1")
         if draft.probs is not None:
             limit = min(limit, self._num_laws(draft.probs, (len(draft), num_ids)))
+            probs = draft.probs.detach()
+            draft = replace(draft, probs=probs if probs.dtype in (torch.float32, torch.float64) else probs.float())
         if self.rule == "block" and not draft.is_chain:
             raise PilotfishError("a draft with branches, where 'block' judges chains")
         return draft.first(limit)
@@ -313,9 +314,9 @@ class Engine:
             raise PilotfishError(f"draft laws of shape {tuple(probs.shape)} on {probs.device}, not {shape} on {device}")
         if len(probs) == 0:
             return 0
-        laws = probs.numpy() if device.type == "cpu" and probs.dtype in (torch.float32, torch.float64) else probs
-        low_N, high_N = (laws.min(1), laws.max(1)) if isinstance(laws, np.ndarray) else laws.aminmax(dim=1)
-        fine_N = ((low_N >= 0) & (high_N < 2)).tolist()  # rounding may leave a little more than 1; a NaN fails too
+        low_N, high_N = _extremes(probs.detach())
+        # Rounding may leave a little more than 1; a NaN fails too.
+        fine_N: list[bool] = ((low_N >= 0) & (high_N < 2)).tolist()
         if all(fine_N):
             return len(fine_N)
         self.num_failed_drafts += 1
@@ -396,3 +397,11 @@ def unknown_adapter(adapter: object, target: ModelInfo) -> OptionError:
 def _within_grammar(request: Request, draft: Draft) -> Draft:
     """What of a draft the request's grammar admits; `pilotfish.decoding.grammar` says why drawn tokens stay."""
     return draft if request.constraint is None else request.constraint.cut(draft)
+
+
+def _extremes(probs: Tensor) -> tuple[Any, Any]:
+    """Of each row. On a CPU numpy's: see `pilotfish.decoding.sampling`."""
+    if probs.device.type == "cpu" and probs.dtype in (torch.float32, torch.float64):
+        return probs.numpy().min(1), probs.numpy().max(1)
+    low_N, high_N = probs.aminmax(dim=1)
+    return low_N, high_N

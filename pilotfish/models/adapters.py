@@ -113,7 +113,7 @@ class AdaptedLM:
     def forward(
         self, batch: Batch, cache: KVCache, *, taps: Sequence[int] = (), layers: Sequence[int] | None = None
     ) -> ModelOutput:
-        with self._turn:
+        with self._turn.lock:
             return self._forward(batch, cache, taps, layers)
 
     def _forward(self, batch: Batch, cache: KVCache, taps: Sequence[int], layers: Sequence[int] | None) -> ModelOutput:

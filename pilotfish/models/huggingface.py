@@ -162,7 +162,7 @@ class HuggingFaceLM:
     ) -> ModelOutput:
         running = _Pass(batch, cache)
         with (
-            self._turn,
+            self._turn.lock,
             self._attention(_NAME),
             _running(self._blocks, layers),
             _tapping(self._blocks, taps) as tapped,

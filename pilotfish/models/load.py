@@ -101,9 +101,12 @@ def from_objects(model: Any, tokenizer: Any = None, name: str = "") -> Loaded:
     """Wrap a loaded Hugging Face model and tokenizer (or None). The model stays usable by its owner. Of a peft model,
     the adapters that are active now are a part of it; of a processor, its tokenizer."""
     if tokenizer is not None:
-        from transformers import ProcessorMixin
+        from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
         tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            found = type(tokenizer).__name__
+            raise ModelError(f"a transformers tokenizer is wanted, or a processor that has one, not a {found}")
     if not isinstance(model, Decoder | QuantizedDecoder | AdaptedLM):
         from transformers import PreTrainedModel
 

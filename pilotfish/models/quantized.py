@@ -108,7 +108,7 @@ class QuantizedDecoder:
         starts: tuple[Tensor, Tensor] | None = None,
     ) -> ModelOutput:
         """See `CausalLM`. starts: of a draft head, each row's state and embedded token, float32 [T, hidden]."""
-        with self._turn:
+        with self._turn.lock:
             return self._forward(batch, cache, taps, layers, starts)
 
     def _forward(

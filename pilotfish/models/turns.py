@@ -10,7 +10,6 @@ so a child should call `torch.set_num_threads(1)` before it uses torch's larger 
 import itertools
 import os
 import threading
-from types import TracebackType
 from weakref import WeakSet
 
 _ages = itertools.count()
@@ -20,8 +19,11 @@ _held: "list[Turn]" = []  # by the thread that forks
 
 
 class Turn:
-    """``with turn:`` waits until nobody else has it. A pass may take turns of several models, the newest model's first:
-    what wraps a model is made after it."""
+    """``with turn.lock:`` waits until nobody else has it. A pass may take turns of several models, the newest model's
+    first: what wraps a model is made after it.
+
+    The lock itself is what is entered, for that is one step to Python: Ctrl-C within a method of ours would leave it
+    held for ever."""
 
     def __init__(self) -> None:
         self.age = next(_ages)
@@ -29,13 +31,6 @@ class Turn:
         self.lock = threading.RLock()
         with _forking:
             _turns.add(self)
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
-                 /) -> None:  # fmt: skip
-        self.lock.release()
 
 
 def _wait_for_all() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import ModelError
 
 Array = np.ndarray[Any, Any]
+_NUM_THREADS = 0  # a place in the table that the library itself fills
 BEST = np.dtype({"names": ["id", "value"], "formats": ["i8", "f4"], "itemsize": 16})  # of a row of logits
 
 
@@ -61,7 +62,8 @@ class Table:
         counters = 0 if phases is None else phases.ctypes.data
         self._table = np.array(
             [counters, *(a.ctypes.data for a in (b, sizes, layers)), len(layers), ends.ctypes.data, factors.ctypes.data,
-             *places[:4], len(wanted), places[4], len(groups), *places[5:8], num_splits, len(tokens)],
+             *places[:4], len(wanted), places[4], len(groups), *places[5:8], num_splits, len(tokens),
+             _NUM_THREADS],
             np.int64)  # fmt: skip
 
     @property

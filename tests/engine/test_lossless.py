@@ -251,3 +251,20 @@ def test_a_malformed_draft_fails_no_request(name, rule):
         assert tuple(request.output) == said(PROMPT, params)
         assert (free.finish, free.num_output) == ("length", 9)
         assert found.num_failed_drafts > 0
+
+
+LAW = torch.full((1, 16), 1 / 16)  # exact in every float type
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("law", [LAW.bfloat16(), LAW.half(), LAW.double(), LAW.clone().requires_grad_()], ids=str)
+def test_laws_of_any_float_type_are_judged(law, rule):
+    found = engine(TABLE, Scripted(lambda _request, _limit: Draft((1,), (-1,), law)), rule=rule)
+    same = engine(TABLE, Scripted(lambda _request, _limit: Draft((1,), (-1,), LAW)), rule=rule)
+    outputs = []
+    for each in (found, same):
+        each.entropy = lambda: 5
+        (request,) = each.add(PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))
+        drain(each)
+        outputs.append(request.output)
+    assert outputs[0] == outputs[1] and found.num_failed_drafts == 0

@@ -250,7 +250,7 @@ def test_threads_that_share_adapters_wait_for_each_other(base: Path, law: Path, 
 
     model.base.forward = slow
     if not sound:
-        model._turn = contextlib.nullcontext()
+        model._turn.lock = contextlib.nullcontext()
     engines = [engine(loaded.model) for _ in names]
     requests = [one.add(PROMPT, SEEDED, adapter=name)[0] for one, name in zip(engines, names, strict=True)]
     threads = [threading.Thread(target=drain, args=(one,)) for one in engines]

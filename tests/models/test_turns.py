@@ -32,21 +32,21 @@ from pilotfish.models.turns import Turn
 turn, plain, written, inside = Turn(), threading.Lock(), [], threading.Event()
 
 def pass_():
-    with turn:
+    with turn.lock:
         written.append("begun")
         inside.set()
         time.sleep(0.2)
         written.append("ended")
 
 def whole():
-    with turn:
+    with turn.lock:
         return len(written)
 
 threading.Thread(target=pass_).start()
 threading.Thread(target=plain.acquire).start()
 inside.wait()
 print(child(whole), child(lambda: int(plain.acquire(timeout=0.1))), child(whole))
-with turn:  # a signal's handler may fork within a pass
+with turn.lock:  # a signal's handler may fork within a pass
     print(child(whole))
 print(whole())
 """)
@@ -61,11 +61,11 @@ outer = Turn()
 
 def passes(*turns):
     while time.monotonic() < end:
-        with turns[0], turns[-1]:
+        with turns[0].lock, turns[-1].lock:
             time.sleep(0.001)
 
 def both():
-    with outer, inner:
+    with outer.lock, inner.lock:
         return 0
 
 def forks():
