@@ -72,11 +72,15 @@ class Run:
         """What was chosen, its laws over the target's ``num_ids`` ids."""
         if not self.drawn or not self.tokens:
             return chain(self.tokens) if self.tokens else EMPTY
-        if self.laws[0].device.type == "cpu":  # one thread: see `sampling`
-            q_NV = torch.from_numpy(np.stack([q_V.numpy() for q_V in self.laws])).to(device)
-        else:
-            q_NV = torch.stack(self.laws).to(device)
+        q_NV = stacked(self.laws).to(device)
         return chain(self.tokens, F.pad(q_NV, (0, num_ids - q_NV.shape[1])) if q_NV.shape[1] < num_ids else q_NV)
+
+
+def stacked(laws: Sequence[Tensor]) -> Tensor:
+    """[V] each, as [N, V]. On a CPU by numpy, on one thread: see `pilotfish.decoding.sampling`."""
+    if laws[0].device.type == "cpu":
+        return torch.from_numpy(np.stack([q_V.numpy() for q_V in laws]))
+    return torch.stack(list(laws))
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,12 +135,8 @@ class Eagle3Drafter(Drafter):
         from ..paged.cache import KVCache, LayerShape
 
         options, config = options or Eagle3Options(), head.config
-        self.head, self.steps, self.options, self.target_cache = (
-            head,
-            Steps(head, setting.target.kernels),
-            options,
-            setting.cache,
-        )
+        self.head, self.options, self.target_cache = head, options, setting.cache
+        self.steps = Steps(head, setting.target.kernels)
         self.num_target_ids, self.device = setting.target.vocab_size, setting.target.device
         self.max_rows, self.layers = setting.max_rows, config.taps
         self.taps = tuple(sorted(set(config.taps)))

@@ -22,6 +22,7 @@ from ..decoding.noise import SeededNoise
 from ..decoding.request import Request
 from ..decoding.sampling import likeliest
 from ..lazily import np, torch
+from .drawing import stacked
 from .shapes import RankPath
 
 if TYPE_CHECKING:
@@ -199,17 +200,14 @@ def without(q_M: Tensor, drawn: int) -> Tensor | None:
 
 def spread(laws: Sequence[Tensor], ids_M: Tensor, num_ids: int) -> Tensor:
     """Laws over some ids, [M] each, as laws over all of them, [N, num_ids]."""
-    if laws[0].device.type == "cpu":
-        q_NM = np.stack([q_M.numpy() for q_M in laws])
-        if q_NM.shape[1] == num_ids:
-            return torch.from_numpy(q_NM)
-        q_NV = np.zeros((len(laws), num_ids), q_NM.dtype)
-        q_NV[:, ids_M.numpy()] = q_NM
+    q_NM = stacked(laws)
+    if q_NM.shape[1] == num_ids:
+        return q_NM
+    if q_NM.device.type == "cpu":
+        q_NV = np.zeros((len(laws), num_ids), q_NM.numpy().dtype)
+        q_NV[:, ids_M.numpy()] = q_NM.numpy()
         return torch.from_numpy(q_NV)
-    stacked = torch.stack(list(laws))
-    if stacked.shape[1] == num_ids:
-        return stacked
-    return stacked.new_zeros(len(laws), num_ids).index_copy_(1, ids_M, stacked)
+    return q_NM.new_zeros(len(laws), num_ids).index_copy_(1, ids_M, q_NM)
 
 
 def best(logits_TV: Tensor, num: int) -> tuple[Tensor, list[list[float]]]:

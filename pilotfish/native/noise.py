@@ -1,4 +1,4 @@
-"""The exponentials of `decoding.noise` from a built library, four times as fast and the same to the last bit.
+"""The exponentials of `decoding.noise` from a built library: faster, and the same to the last bit.
 
 It does not know when they are wanted. The one trick: numpy's ziggurat has tables of 53 bits, which only arithmetic of
 more bits than that can make again; `decimal` does it once. Whatever should still differ, in a coming numpy or in
